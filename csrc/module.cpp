@@ -1,0 +1,10 @@
+// The Python module `sakiyomi._native`. Each part binds itself.
+#include <nanobind/nanobind.h>
+
+namespace nb = nanobind;
+
+void bind_choose(nb::module_&);
+
+NB_MODULE(_native, m) {
+    bind_choose(m);
+}

@@ -1,0 +1,1 @@
+"""sakiyomi: speculative decoding as a product."""

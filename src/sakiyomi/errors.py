@@ -1,0 +1,47 @@
+"""Every error that sakiyomi raises on purpose.
+
+    SakiyomiError                     one line: what was received, what is allowed, what to do
+    ├── ParameterError (ValueError)   a parameter outside its range, an unknown option
+    ├── UnknownNameError (ValueError) an unknown model, drafter, verifier or option name
+    ├── ContextLengthError (ValueError) a prompt that does not fit the context
+    ├── CheckpointError               a file that is missing, truncated, mis-shaped or of an unsupported kind
+    ├── VocabularyError (ValueError)  target and drafter do not share a tokenizer
+    ├── DownloadError                 a model that could not be fetched or stored
+    └── MissingExtraError (ImportError) an optional part that is not installed, or native kernels that were not built
+
+A user's mistake raises one of these; an `assert` marks our own.
+"""
+
+from __future__ import annotations
+
+
+class SakiyomiError(Exception):
+    """Base of all errors raised on purpose; its text is one line meant for a person."""
+
+
+class ParameterError(SakiyomiError, ValueError):
+    """A parameter outside its allowed range, or an option that does not exist."""
+
+
+class UnknownNameError(SakiyomiError, ValueError):
+    """A name that no model, drafter or verifier carries; the text lists the known ones."""
+
+
+class ContextLengthError(SakiyomiError, ValueError):
+    """A prompt that is empty or longer than the model's context."""
+
+
+class CheckpointError(SakiyomiError):
+    """A model file that is missing, damaged, mis-shaped or of an unsupported kind."""
+
+
+class VocabularyError(SakiyomiError, ValueError):
+    """Two models that must share a tokenizer and do not."""
+
+
+class DownloadError(SakiyomiError):
+    """A model that could not be fetched, or a cache folder that cannot be written."""
+
+
+class MissingExtraError(SakiyomiError, ImportError):
+    """An optional dependency, or the native extension, that is not installed."""

@@ -1,0 +1,277 @@
+"""Ops: the array operations that every network is written over.
+
+Rows are packed: the tokens of all sequences of a call stand under one another, without padding.
+Letters: R packed rows, H hidden width, Q query heads, G key/value heads, D head width, N outputs, K inputs,
+L layers, C cache slots, B sequences in the call.
+
+An implementation (ops/native.py, ops/torch.py) fills in the primitives; `decoder_stack` has a composed form here that
+an implementation may replace by a fused one with the same result.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from sakiyomi.types import Array, Quantized
+
+Weight: TypeAlias = Any  # what `Ops.weight` made of a matrix
+
+
+# ---------------------------------------------------------------------------------------------- masks
+
+
+@dataclass(frozen=True)
+class Causal:
+    """Each sequence of the packed rows (`bounds`, B+1 row offsets) attends to itself and what came before."""
+
+    bounds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A row attends to its sequence's past, to its ancestors in the tree, and to itself.
+
+    Attributes:
+        parents: int32 [R], indices into the row's own sequence segment, -1 = the cached past. Parents come first.
+        bounds: B+1 row offsets of the segments.
+    """
+
+    parents: npt.NDArray[np.int32]
+    bounds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Several documents in the packed rows: a row attends to earlier rows with its own id.
+
+    Attributes:
+        doc_ids: int32 [R].
+    """
+
+    doc_ids: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Any pattern: allowed[r, c] says whether row r attends to row c (no past)."""
+
+    allowed: npt.NDArray[np.bool_]
+
+
+Mask: TypeAlias = Causal | Tree | Blocks | Dense
+
+
+# ---------------------------------------------------------------------------------------------- caches
+
+
+@dataclass(frozen=True, slots=True)
+class KVSlots:
+    """One sequence's cache as the ops see it.
+
+    Attributes:
+        keys, values: [L, G, C, D], already holding room for the rows of the call behind `length`.
+        length: committed slots; slot i holds position i.
+    """
+
+    keys: Array
+    values: Array
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """The caches of a call's sequences, seen at one layer."""
+
+    slots: Sequence[KVSlots]
+    layer: int = 0
+
+    def at(self, layer: int) -> Past:
+        return replace(self, layer=layer)
+
+
+# ---------------------------------------------------------------------------------------------- decoder stacks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackSpec:
+    """Shape of a stack of pre-norm decoder layers (Llama, Mistral, Qwen2, Qwen3).
+
+    Attributes:
+        inv_freq: float32 [D / 2], rotary frequencies after scaling.
+        rope_scale: factor on cos and sin (yarn's attention factor; 1 elsewhere).
+        windows: for each layer the number of positions it sees (itself included), or None for all.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    inv_freq: npt.NDArray[np.float32]
+    rope_scale: float = 1.0
+    windows: tuple[int | None, ...] = ()
+
+    def window(self, layer: int) -> int | None:
+        return self.windows[layer] if self.windows else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """Weights of one decoder layer, made by `Ops.weight` (matrices) and `Ops.array` (vectors).
+
+    qkv stacks q, k and v along the output: [(Q + 2G) * D, H]; gate_up stacks gate and up: [2I, H].
+    """
+
+    input_norm: Array
+    qkv: Weight
+    qkv_bias: Array | None = None
+    q_norm: Array | None = None
+    k_norm: Array | None = None
+    output: Weight
+    output_bias: Array | None = None
+    post_norm: Array
+    gate_up: Weight
+    down: Weight
+
+
+class Ops(ABC):
+    """The operations. Arrays are the implementation's own; integer arguments are numpy int32 arrays."""
+
+    name: str
+    is_bit_exact: bool = False
+    """Whether each row's result is the same bits whatever is computed beside it."""
+
+    # ---- arrays and weights
+
+    @abstractmethod
+    def array(self, values: npt.NDArray[Any]) -> Array:
+        """A vector or table of parameters in the working precision."""
+
+    @abstractmethod
+    def weight(self, matrix: npt.NDArray[Any] | Quantized | Sequence[npt.NDArray[Any] | Quantized]) -> Weight:
+        """Prepare an [N, K] matrix for `linear` and `embed`; a sequence of matrices is stacked along N."""
+
+    @abstractmethod
+    def to_numpy(self, x: Array) -> npt.NDArray[np.float32]:
+        """A float32 numpy array of the same values."""
+
+    @abstractmethod
+    def new_kv(self, num_layers: int, num_kv_heads: int, head_dim: int, capacity: int) -> tuple[Array, Array]:
+        """Keys and values [L, G, C, D] in the cache's precision; contents undefined."""
+
+    # ---- operations
+
+    @abstractmethod
+    def embed(self, table: Weight, ids: npt.NDArray[np.int32]) -> Array:
+        """Rows of an embedding table: ids [R] -> [R, K]."""
+
+    @abstractmethod
+    def linear(self, x: Array, weight: Weight, bias: Array | None = None) -> Array:
+        """x [R, K] times the transposed weight [N, K], plus bias [N] -> [R, N]."""
+
+    @abstractmethod
+    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
+        """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich, 2019)."""
+
+    @abstractmethod
+    def rope(
+        self, x: Array, positions: npt.NDArray[np.int32], inv_freq: npt.NDArray[np.float32], scale: float = 1.0
+    ) -> Array:
+        """Rotate the halves of each head by position: x [R, heads, D] (Su et al., 2021; transformers' half layout).
+
+        The angle is rounded to float32 before its cosine and sine, as in the reference implementations.
+        """
+
+    @abstractmethod
+    def store(self, past: Past, k: Array, v: Array, bounds: Sequence[int]) -> tuple[Array, Array]:
+        """Write the rows' k, v [R, G, D] into the caches behind their length; return them as the cache holds them."""
+
+    @abstractmethod
+    def attend(self, q: Array, k: Array, v: Array, past: Past | None, mask: Mask, window: int | None = None) -> Array:
+        """Scaled dot-product attention with grouped queries.
+
+        Args:
+            q: [R, Q, D]; query head h reads key/value head h // (Q / G).
+            k, v: [R, G, D], the call's own rows; with a past they are what `store` returned.
+            past: the caches, or None (training, prompt without cache).
+            mask: which rows see which; `Blocks` and `Dense` take no past.
+            window: a row sees only positions > its own - window.
+
+        Returns:
+            [R, Q * D]. The scale is D ** -0.5.
+        """
+
+    @abstractmethod
+    def silu_mul(self, gate_up: Array) -> Array:
+        """silu(first half) * second half of the last axis: [R, 2I] -> [R, I]."""
+
+    @abstractmethod
+    def add(self, x: Array, y: Array) -> Array:
+        """x + y."""
+
+    @abstractmethod
+    def argmax(self, x: Array) -> npt.NDArray[np.int64]:
+        """The lowest index of the largest value of each row: [R, N] -> [R]."""
+
+    # ---- a decoder stack, composed
+
+    def decoder_stack(
+        self,
+        x: Array,
+        layers: Sequence[LayerWeights],
+        spec: StackSpec,
+        positions: npt.NDArray[np.int32],
+        past: Past | None,
+        mask: Mask,
+        taps: Sequence[int] = (),
+    ) -> tuple[Array, list[Array]]:
+        """Run pre-norm decoder layers over x [R, H].
+
+        Args:
+            past: the caches, or None; layer i of `layers` uses layer past.layer + i of the caches.
+            taps: layer numbers t in 0..len(layers), the hidden state after t layers (0: x itself), ascending.
+
+        Returns:
+            The hidden state after the last layer [R, H] (not normed), and one [R, H] per tap.
+        """
+        wanted = set(taps)
+        kept = {0: x} if 0 in wanted else {}
+        for index, layer in enumerate(layers):
+            here = None if past is None else past.at(past.layer + index)
+            x = self._decoder_layer(x, layer, spec, positions, here, mask, spec.window(index))
+            if index + 1 in wanted:
+                kept[index + 1] = x
+        return x, [kept[tap] for tap in taps]
+
+    def _decoder_layer(
+        self,
+        x: Array,
+        layer: LayerWeights,
+        spec: StackSpec,
+        positions: npt.NDArray[np.int32],
+        past: Past | None,
+        mask: Mask,
+        window: int | None,
+    ) -> Array:
+        num_heads, num_kv, width = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        normed = self.rms_norm(x, layer.input_norm, spec.eps)
+        qkv = self.linear(normed, layer.qkv, layer.qkv_bias).reshape(len(positions), num_heads + 2 * num_kv, width)
+        q, k, v = qkv[:, :num_heads], qkv[:, num_heads : num_heads + num_kv], qkv[:, num_heads + num_kv :]
+        if layer.q_norm is not None:
+            q = self.rms_norm(q, layer.q_norm, spec.eps)
+        if layer.k_norm is not None:
+            k = self.rms_norm(k, layer.k_norm, spec.eps)
+        q = self.rope(q, positions, spec.inv_freq, spec.rope_scale)
+        k = self.rope(k, positions, spec.inv_freq, spec.rope_scale)
+        if past is not None:
+            assert isinstance(mask, Causal | Tree), "only Causal and Tree masks go with a cache"
+            k, v = self.store(past, k, v, mask.bounds)
+        attended = self.attend(q, k, v, past, mask, window)
+        x = self.add(x, self.linear(attended, layer.output, layer.output_bias))
+        normed = self.rms_norm(x, layer.post_norm, spec.eps)
+        return self.add(x, self.linear(self.silu_mul(self.linear(normed, layer.gate_up)), layer.down))

@@ -1,0 +1,330 @@
+"""The data that passes between the layers, and the protocols of what can be plugged in.
+
+Shapes: M rows of a span, R packed rows of a call, V vocabulary, D width of the taps, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from sakiyomi.params import SamplingParams
+from sakiyomi.tree import Draft
+
+Array: TypeAlias = Any  # an array of the backend at hand: numpy.ndarray or torch.Tensor
+Lossless: TypeAlias = Literal["tokens", "distribution", "no"]
+FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
+GROUP_SIZE = 32
+
+
+# ---------------------------------------------------------------------------------------------- checkpoints
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """An [N, K] matrix in unsigned 8-bit values with one scale and one min per group of 32 along K.
+
+    The weight is `scale * value + min`. Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 are held without loss.
+
+    Attributes:
+        values: uint8 [N, K], K a multiple of 32.
+        scales, mins: float16 [N, K / 32].
+    """
+
+    values: npt.NDArray[np.uint8]
+    scales: npt.NDArray[np.float16]
+    mins: npt.NDArray[np.float16]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.values.shape[0], self.values.shape[1]
+
+    def dequantize(self) -> npt.NDArray[np.float32]:
+        """The float32 [N, K] matrix."""
+        rows, width = self.shape
+        grouped = self.values.reshape(rows, -1, GROUP_SIZE).astype(np.float32)
+        grouped *= self.scales.astype(np.float32)[:, :, None]
+        grouped += self.mins.astype(np.float32)[:, :, None]
+        return grouped.reshape(rows, width)
+
+    def rows(self, index: Any) -> Quantized:
+        """Chosen output rows (a slice or an index array), in that order."""
+        return Quantized(self.values[index], self.scales[index], self.mins[index])
+
+    @staticmethod
+    def concatenate(parts: Seq[Quantized]) -> Quantized:
+        """Matrices over the same input stacked along the output."""
+        return Quantized(
+            np.concatenate([part.values for part in parts]),
+            np.concatenate([part.scales for part in parts]),
+            np.concatenate([part.mins for part in parts]),
+        )
+
+
+Tensor: TypeAlias = "npt.NDArray[Any] | Quantized"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerData:
+    """What text/tokenizer.py needs, as plain data: the text of a tokenizer.json, or the fields of a GGUF file.
+
+    Attributes:
+        json: the content of tokenizer.json, or None.
+        gguf: the `tokenizer.ggml.*` fields without that prefix ("model", "pre", "tokens", "merges", ...), or None.
+        config: the content of tokenizer_config.json (may be empty).
+        chat_template: the Jinja template, or None.
+    """
+
+    json: str | None = None
+    gguf: Mapping[str, Any] | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    chat_template: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A model read from disk, in one form whatever the file format.
+
+    Attributes:
+        name: short name for messages.
+        config: the model's configuration with the keys of a transformers config.json (`model_type`, `hidden_size`,
+            `num_hidden_layers`, `rope_scaling`, ...), also when it came from a GGUF file.
+        tensors: transformers' tensor names ("model.layers.0.self_attn.q_proj.weight") to arrays, read when asked
+            for; q/k rows are in transformers' order (rotary halves), GGUF files are permuted back.
+        tokenizer: the tokenizer's data, or None where the folder has none.
+        end_token_ids: every id at which the files say that generation ends.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    tokenizer: TokenizerData | None
+    end_token_ids: tuple[int, ...]
+
+
+# ---------------------------------------------------------------------------------------------- sequences
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What the choice of one token depends on beside its logits.
+
+    The position of the token to choose is `len(tokens) + len(path)`.
+
+    Attributes:
+        tokens: committed ids, prompt included.
+        num_prompt: how many of them are the prompt.
+        params: the request's sampling parameters.
+        seed: the key of the noise.
+        end_ids: the ids that end the answer (for `min_tokens`).
+        path: drafted ids between the committed ones and the token to choose.
+    """
+
+    tokens: Seq[int]
+    num_prompt: int
+    params: SamplingParams
+    seed: int
+    end_ids: frozenset[int] = frozenset()
+    path: tuple[int, ...] = ()
+
+    @property
+    def position(self) -> int:
+        return len(self.tokens) + len(self.path)
+
+
+class TextWatcher(Protocol):
+    """Turns committed tokens into text and sees stop strings (text/stops.py)."""
+
+    def push(self, token_id: int) -> str | None:
+        """Take one more token; return the stop string that it completes, or None."""
+        ...
+
+
+@dataclass
+class Sequence:
+    """One answer in the making. Between steps `cache.length == len(tokens) - 1`.
+
+    Attributes:
+        memo: private state of the drafter, whatever it likes.
+        end_ids: the ids that end the answer, resolved from model, `stop_token_ids` and `ignore_eos`.
+        prediction: a text to draft from (ids), or None.
+        speculation: False drafts nothing for this request, an int caps its drafts, True leaves it to the engine.
+    """
+
+    id: int
+    tokens: list[int]
+    num_prompt: int
+    params: SamplingParams
+    seed: int
+    cache: Cache
+    end_ids: frozenset[int] = frozenset()
+    watcher: TextWatcher | None = None
+    memo: Any = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    prediction: Seq[int] | None = None
+    speculation: bool | int = True
+
+    @property
+    def num_new(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    def history(self, path: tuple[int, ...] = ()) -> History:
+        """The history of the token that follows the committed ones and `path`."""
+        return History(self.tokens, self.num_prompt, self.params, self.seed, self.end_ids, path)
+
+
+# ---------------------------------------------------------------------------------------------- models
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInfo:
+    """What the layers above need to know of a model.
+
+    Attributes:
+        vocab_size: V, the ids that logits cover (padding of the head left out).
+        max_model_len: positions of the context.
+        hidden_size: width of one tap.
+        is_bit_exact: whether a row's logits are the same bits whatever is computed beside it.
+    """
+
+    name: str
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    num_layers: int
+    hidden_size: int
+    end_token_ids: tuple[int, ...] = ()
+    is_bit_exact: bool = False
+    dtype: str = "float32"
+
+
+@runtime_checkable
+class Cache(Protocol):
+    """Keys and values of one sequence.
+
+    A forward pass writes its rows behind `length` and leaves `length` alone; `keep` commits the rows that shall stay.
+    """
+
+    @property
+    def length(self) -> int:
+        """Committed positions."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held, spare room included."""
+        ...
+
+    def keep(self, path: Seq[int]) -> None:
+        """Commit rows of the last forward pass (indices into its span, ascending) and drop its other rows."""
+        ...
+
+    def truncate(self, length: int) -> None:
+        """Forget every position from `length` on."""
+        ...
+
+    def fork(self) -> Cache:
+        """An independent copy of the committed positions."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What a forward pass takes for one sequence: a prompt chunk, a plain step and a tree check are the same call.
+
+    Attributes:
+        tokens: M ids; the committed but uncached ones (at least one), then draft nodes.
+        parents: M indices into the span, -1 the cached prefix. A row's position is `cache.length` + its depth - 1
+            (rows with parent -1 have depth 1).
+        logit_rows: the rows whose logits are wanted, ascending.
+        taps: layer numbers t whose hidden state (after t layers; 0 = embedding, L = before the final norm) is wanted.
+    """
+
+    cache: Cache
+    tokens: Seq[int]
+    parents: Seq[int]
+    logit_rows: Seq[int] = ()
+    taps: tuple[int, ...] = ()
+
+
+class Output(Protocol):
+    """Result of a forward pass for one span; `i` counts `logit_rows`, not rows."""
+
+    taps: Array | None
+    """[M, len(span.taps) * hidden_size], or None when no taps were asked for."""
+
+    def row(self, i: int) -> npt.NDArray[np.float32]:
+        """Logits [V] of the i-th asked row."""
+        ...
+
+    def argmax(self) -> list[int]:
+        """The lowest id with the largest logit, for each asked row."""
+        ...
+
+    def choose(self, i: int, history: History) -> int:
+        """The token that plain decoding chooses from the i-th asked row."""
+        ...
+
+
+class Model(Protocol):
+    """Something that verifies: target models, and drafters' own models too."""
+
+    info: ModelInfo
+
+    def new_cache(self) -> Cache:
+        """An empty cache for one sequence."""
+        ...
+
+    def forward(self, spans: Seq[Span]) -> list[Output]:
+        """Run all spans in one pass; rows land in the caches behind their length, uncommitted."""
+        ...
+
+    def shallow(self, num_layers: int) -> Model:
+        """The same model cut after its first layers, sharing weights."""
+        ...
+
+
+# ---------------------------------------------------------------------------------------------- speculation
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a verifier decides: the accepted nodes, root to leaf, and the tokens to emit (accepted + the final one)."""
+
+    path: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+class Drafter(Protocol):
+    """Guesses. Only `propose` is required of an implementation; derive from this class to inherit the rest."""
+
+    taps: tuple[int, ...] = ()
+    needs_all_taps: bool = False
+
+    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+        """One draft per sequence, of at most `budget` nodes each."""
+        ...
+
+    def observe(self, sequence: Sequence, start: int, tokens: Seq[int], taps: Array | None) -> None:
+        """A committed run of positions from `start`, with their taps [len(tokens), D]; in order, without gaps."""
+        return None
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence is over; drop what was kept for it."""
+        return None
+
+
+class Verifier(Protocol):
+    """Decides which drafted tokens stay."""
+
+    is_lossless: Lossless
+
+    def verify(self, draft: Draft, output: Output, sequence: Sequence) -> Verdict:
+        """Judge `draft`; `output` has the root's row first, then one row per node."""
+        ...
