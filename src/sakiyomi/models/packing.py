@@ -11,6 +11,7 @@ import numpy.typing as npt
 from sakiyomi.cache import KVCache
 from sakiyomi.errors import ContextLengthError, ParameterError
 from sakiyomi.ops.base import Ops, Past, Tree
+from sakiyomi.sampling.choose import choose
 from sakiyomi.types import Array, History, ModelInfo, Span
 
 
@@ -84,8 +85,6 @@ class SpanOutput:
 
     def choose(self, i: int, history: History) -> int:
         """The token that plain decoding chooses from the i-th asked row."""
-        from sakiyomi.sampling.choose import choose
-
         return int(choose(self.row(i), history))
 
     def _asked(self) -> Array:

@@ -55,6 +55,9 @@ class DecoderConfig:
     def from_dict(cls, config: Mapping[str, Any]) -> DecoderConfig:
         """Read a configuration; missing keys take transformers' defaults.
 
+        One key is not transformers': `rope_freq_factors`, D / 2 numbers that divide the rotary frequencies, as GGUF
+        files carry them instead of the parameters of the llama3 rope type.
+
         Raises:
             CheckpointError: an architecture, activation, rope scaling or bias that is not supported, or a missing key.
         """
@@ -78,7 +81,7 @@ class DecoderConfig:
             )
         max_positions = _integer(config, "max_position_embeddings", 131072 if model_type == "mistral" else 2048)
         rope = _rope_parameters(config, max_positions)
-        inv_freq, rope_scale = _rope_frequencies(rope, head_dim)
+        inv_freq, rope_scale = _rope_frequencies(rope, head_dim, config.get("rope_freq_factors"))
         if rope["rope_type"] == "yarn":
             max_positions = max(max_positions, int(rope["factor"] * rope["original_max_position_embeddings"]))
         has_bias = bool(config.get("attention_bias", False)) and model_type in ("llama", "qwen3")
@@ -342,11 +345,15 @@ def _rope_parameters(config: Mapping[str, Any], max_positions: int) -> dict[str,
     return rope
 
 
-def _rope_frequencies(rope: Mapping[str, Any], head_dim: int) -> tuple[npt.NDArray[np.float32], float]:
+def _rope_frequencies(
+    rope: Mapping[str, Any], head_dim: int, factors: Sequence[float] | None
+) -> tuple[npt.NDArray[np.float32], float]:
     """Inverse frequencies [D / 2] and the factor on cos and sin, in the float32 steps of the reference."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     # The power is taken in double precision and rounded once, so that it is the same on every platform.
     wavelengths = np.power(float(rope["rope_theta"]), exponents.astype(np.float64)).astype(np.float32)
+    if factors is not None:
+        wavelengths *= np.asarray(factors, np.float32)
     inv_freq = np.float32(1.0) / wavelengths
     kind = rope["rope_type"]
     if kind == "linear":
