@@ -93,9 +93,7 @@ def test_attention_over_caches(ops, rng, kind, window):
 def test_attention_without_a_past(ops, rng, window):
     q, k, v = random_rows(rng, 7)
     doc_ids = np.array([0, 0, 1, 1, 1, 0, 2], np.int32)
-    seen = [
-        [(k[c], v[c]) for c in range(row + 1) if doc_ids[c] == doc_ids[row]][-(window or 99) :] for row in range(7)
-    ]
+    seen = [[(k[c], v[c]) for c in range(row + 1) if doc_ids[c] == doc_ids[row]][-(window or 99) :] for row in range(7)]
     expected = reference_attend(q, k, v, seen)
     np.testing.assert_allclose(attended(ops, q, k, v, None, Blocks(doc_ids), window), expected, atol=1e-12)
     bounds = (0, 2, 7)
