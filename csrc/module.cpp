@@ -4,7 +4,11 @@
 namespace nb = nanobind;
 
 void bind_choose(nb::module_&);
+void bind_weights(nb::module_&);
+void bind_ops(nb::module_&);
 
 NB_MODULE(_native, m) {
     bind_choose(m);
+    bind_weights(m);
+    bind_ops(m);
 }
