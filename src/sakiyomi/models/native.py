@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
-from sakiyomi.errors import ParameterError
 from sakiyomi.models.base import DecoderModel, load_decoder
 from sakiyomi.ops.native import NativeOps
 from sakiyomi.types import Checkpoint
-
-DTYPES = ("int8", "float32")
 
 
 class NativeModel(DecoderModel):
@@ -20,7 +17,7 @@ class NativeModel(DecoderModel):
         cls,
         checkpoint: Checkpoint,
         *,
-        dtype: str = "int8",
+        dtype: Literal["int8", "float32"] = "int8",
         threads: int | None = None,
         max_model_len: int | None = None,
         vocab_size: int | None = None,
@@ -30,7 +27,7 @@ class NativeModel(DecoderModel):
         Args:
             dtype: "int8" holds matrices in 8-bit groups of 32, as Q4_0, Q4_1 and Q8_0 files have them, and rounds
                 activations likewise; "float32" rounds nothing.
-            threads: worker threads; None takes one per physical core.
+            threads: worker threads; None takes as many as NativeOps chooses.
             max_model_len: positions of the context; None takes the model's own.
             vocab_size: ids that have logits; None takes the rows of the model's head.
 
@@ -39,7 +36,5 @@ class NativeModel(DecoderModel):
             ParameterError: an unknown precision, a number of threads below 1, or a size outside the model's.
             MissingExtraError: the kernels were not built.
         """
-        if dtype not in DTYPES:
-            raise ParameterError(f"dtype={dtype!r} is not allowed; native models take {', '.join(DTYPES)}.")
         ops = NativeOps(dtype=dtype, threads=threads)
         return cls(*load_decoder(ops, checkpoint, dtype=dtype, max_model_len=max_model_len, vocab_size=vocab_size))
