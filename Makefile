@@ -7,7 +7,7 @@ PYTHON ?= python3
 PYTEST_ARGS ?= -n 2 --dist loadfile -m "not slow"
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 NATIVE_SOURCES := CMakeLists.txt pyproject.toml $(wildcard csrc/* csrc/*/*)
 
 .PHONY: help setup build check test demo clean
