@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -146,7 +146,9 @@ class LLM:
             go on; a single prompt raises.
         """
         if _is_single(prompts):
-            return [self._run([self._request(prompts, _params_of(params, 0))], use_tqdm=use_tqdm, raises=True)[0]]
+            request = self._request(cast(Prompt, prompts), _params_of(params, 0))
+            return self._run([request], use_tqdm=use_tqdm, raises=True)
+        prompts = cast(Seq[Prompt], prompts)
         if not isinstance(params, SamplingParams | None) and len(params) != len(prompts):
             raise ParameterError(f"{len(params)} sampling parameters for {len(prompts)} prompts; give one or as many.")
         requests: list[_Request] = []
@@ -395,7 +397,10 @@ class ChatSession:
         self._previous = None
 
     def stream(self, text: str, params: SamplingParams | None = None) -> Iterator[StreamPiece]:
-        """Say `text` and stream the answer. An answer that is closed early stays in the conversation as far as it got."""
+        """Say `text` and stream the answer.
+
+        An answer that is closed early stays in the conversation as far as it got.
+        """
         messages = [*self.messages, {"role": "user", "content": text}]
         request = self._llm._request(
             self._llm.render(messages), params or SamplingParams(temperature=0, max_tokens=None)

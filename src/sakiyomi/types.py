@@ -156,7 +156,7 @@ class Sequence:
         speculation: False drafts nothing for this request, an int caps its drafts, True leaves it to the engine.
     """
 
-    id: int
+    id: str
     tokens: list[int]
     num_prompt: int
     params: SamplingParams

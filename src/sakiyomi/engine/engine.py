@@ -103,13 +103,13 @@ class Engine:
             self._running.append(job)
 
     def _prefill(self, job: Job) -> None:
-        sequence, prefix = job.sequence, job.prefix
+        sequence = job.sequence
+        prefix = None if self._drafter.taps else job.prefix
         job.prefix = None
-        can_share = prefix is not None and not self._drafter.taps
-        if can_share and prefix.cache is not None:
+        if prefix is not None and prefix.cache is not None:
             sequence.cache = prefix.cache.fork()
         prefill(self._model, self._drafter, sequence)
-        if can_share and prefix.cache is None:
+        if prefix is not None and prefix.cache is None:
             prefix.cache = sequence.cache.fork()
 
     def _step_apart(self, jobs: Seq[Job]) -> list[tuple[Job, Step]]:
