@@ -49,7 +49,7 @@ def pack_spans(spans: Sequence[Span], info: ModelInfo) -> PackedSpans:
         raise ParameterError("two spans of one forward pass share a cache; give each sequence its own.")
     bounds, positions, logit_rows = [0], [], []
     for span in spans:
-        positions += _check_span(span, info)
+        positions += check_span(span, info)
         logit_rows += [bounds[-1] + row for row in span.logit_rows]
         bounds.append(bounds[-1] + len(span.tokens))
     return PackedSpans(
@@ -132,7 +132,7 @@ def _own_taps(ops: Ops, wanted: Sequence[int], packed: Sequence[int], taps: Arra
     return ops.concat([taps[:, column : column + width] for column in columns])
 
 
-def _check_span(span: Span, info: ModelInfo) -> list[int]:
+def check_span(span: Span, info: ModelInfo) -> list[int]:
     """Positions of the rows of a span that can be run."""
     num_rows = len(span.tokens)
     if num_rows == 0 or len(span.parents) != num_rows:
