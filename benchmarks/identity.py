@@ -3,8 +3,8 @@
     python benchmarks/identity.py --spec-bench path/to/question.jsonl
 
 Every prompt is answered plainly and alone, then by each drafter, at each temperature, alone and in a batch. Each run
-must give the ids of the plain one, and every row of logits that chose a token must be the same bits. Prints a table and,
-as its last line, one JSON object. Exit code 0 only if nothing differs.
+must give the ids of the plain one, and every row of logits that chose a token must be the same bits. Prints a table,
+and as its last line one JSON object. Exit code 0 only if nothing differs.
 """
 
 from __future__ import annotations
