@@ -105,7 +105,7 @@ def load_fake(options: Any, llm: FakeLLM) -> FakeLLM:
 if __name__ == "__main__":
     from sakiyomi.cli import loading, main
 
-    slow = FakeLLM(delay=0.4)
+    slow = FakeLLM(delay=0.25)
     loading.load_llm = lambda options: load_fake(options, slow)  # type: ignore[assignment]
     sys.argv[0] = "sakiyomi"
     main()

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from sakiyomi.cli import chat, demo, generate, pull
+from sakiyomi.cli.show import join_lines, print_error
 from sakiyomi.errors import SakiyomiError
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
@@ -43,16 +44,16 @@ def run(arguments: Sequence[str]) -> int:
     except UsageError as error:
         context = getattr(error, "ctx", None)
         where = context.command_path if context is not None else "sakiyomi"
-        return _fail(error, debug, MISUSED, f"{_one_line(error.format_message()).rstrip('.')}. Try `{where} --help`.")
+        return _fail(error, debug, MISUSED, f"{join_lines(error.format_message()).rstrip('.')}. Try `{where} --help`.")
     except SakiyomiError as error:
-        return _fail(error, debug, FAILED, _one_line(str(error)))
+        return _fail(error, debug, FAILED, str(error))
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except BrokenPipeError:
         _drop_stdout()
         return FAILED
     except Exception as error:
-        told = _one_line(str(error)) or "no further word"
+        told = join_lines(str(error)) or "no further word"
         return _fail(error, debug, FAILED, f"{type(error).__name__}: {told} (--debug shows where).")
 
 
@@ -78,12 +79,8 @@ def _version() -> str:
 def _fail(error: BaseException, debug: bool, code: int, line: str) -> int:
     if debug:
         traceback.print_exception(error, file=sys.stderr)
-    print(f"error: {line}", file=sys.stderr)
+    print_error(line)
     return code
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def _survive_odd_encodings() -> None:

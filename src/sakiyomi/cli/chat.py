@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from sakiyomi.cli import loading
 from sakiyomi.cli.options import Debug, EngineOptions, MaxTokens, SamplingOptions, System, expand_options
-from sakiyomi.cli.show import error_console, print_stream, print_summary
+from sakiyomi.cli.show import print_error, print_note, print_stream, print_summary
 from sakiyomi.errors import ParameterError, SakiyomiError
 
 if TYPE_CHECKING:
@@ -35,41 +35,42 @@ def chat(
         raise ParameterError(f"{llm.info.name} has no chat template; use `sakiyomi generate --raw` with it.")
     session = llm.session(system)
     if sys.stdin.isatty():
-        _note(HELP)
-    while (line := _read_line()) is not None:
-        if line in ("/exit", "/quit"):
-            return
-        if line:
-            _take_turn(session, line, params)
+        print_note(HELP)
+    try:
+        while _take_turn(session, params):
+            pass
+    except UnicodeDecodeError as error:
+        raise ParameterError("standard input is not valid UTF-8; give a text in UTF-8.") from error
+
+
+def _take_turn(session: ChatSession, params: SamplingParams) -> bool:
+    """Read what the user says and act on it; False once the conversation is over."""
+    said = HELP
+    try:
+        line = _read_line()
+        if line in (None, "/exit", "/quit"):
+            return False
+        if line == "/reset":
+            session.reset()
+        elif line.startswith("/") and line[1:].isalpha():  # /help, or a command that is none
+            print_note(HELP)
+        elif line:
+            said = "stopped"
+            _answer(session, line, params)
+    except KeyboardInterrupt:
+        print()
+        print_note(said)
+    except SakiyomiError as error:  # one turn that fails does not end the conversation
+        print_error(str(error))
+    return True
 
 
 def _read_line() -> str | None:
     """The next thing that the user says; None at the end of the input."""
-    while True:
-        try:
-            return input("> " if sys.stdin.isatty() else "").strip()
-        except KeyboardInterrupt:
-            print()
-            _note(HELP)
-        except EOFError:
-            return None
-        except UnicodeDecodeError:
-            raise ParameterError("standard input is not valid UTF-8; give a text in UTF-8.") from None
-
-
-def _take_turn(session: ChatSession, line: str, params: SamplingParams) -> None:
     try:
-        if line == "/reset":
-            session.reset()
-        elif line.startswith("/") and line[1:].isalpha():  # /help, or a command that is none
-            _note(HELP)
-        else:
-            _answer(session, line, params)
-    except KeyboardInterrupt:
-        print()
-        _note("stopped")
-    except SakiyomiError as error:  # one turn that fails does not end the conversation
-        error_console().print(f"error: {error}", highlight=False, markup=False, soft_wrap=True)
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return None
 
 
 def _answer(session: ChatSession, line: str, params: SamplingParams) -> None:
@@ -82,7 +83,3 @@ def _answer(session: ChatSession, line: str, params: SamplingParams) -> None:
             close()
     print()
     print_summary(output, temperature=params.temperature)
-
-
-def _note(text: str) -> None:
-    error_console().print(text, style="dim", highlight=False, markup=False, soft_wrap=True)

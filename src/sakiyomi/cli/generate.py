@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sakiyomi.cli import loading
-from sakiyomi.cli.options import Debug, EngineOptions, MaxTokens, SamplingOptions, System, expand_options
+from sakiyomi.cli.options import Debug, EngineOptions, MaxTokens, Misuse, SamplingOptions, System, expand_options
 from sakiyomi.cli.show import print_stream, print_summary
 from sakiyomi.errors import ContextLengthError, ParameterError
 
@@ -37,7 +37,7 @@ def generate(
     The model's chat template is applied where it has one. In a terminal, tokens that the drafter guessed are in colour.
     """
     if raw and system is not None:
-        raise typer.BadParameter("--system needs the chat template that --raw leaves out; drop one of them.")
+        raise Misuse("--system needs the chat template that --raw leaves out; drop one of them.")
     params = sampling.to_params(max_tokens=max_tokens)
     text = _read_prompt(prompt, file)
     llm = loading.load_llm(engine)
@@ -85,9 +85,9 @@ def to_json(output: RequestOutput) -> dict[str, Any]:
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
     """The prompt from the one place that was named."""
     if prompt is not None and file is not None:
-        raise typer.BadParameter("give the prompt as an argument or with --file, not both.")
+        raise Misuse("give the prompt as an argument or with --file, not both.")
     if prompt is None and file is None and sys.stdin.isatty():
-        raise typer.BadParameter("there is no prompt: give one as an argument, with --file, or through a pipe.")
+        raise Misuse("there is no prompt: give one as an argument, with --file, or through a pipe.")
     if prompt is not None and prompt != "-":
         text = prompt
         if not _is_unicode(text):

@@ -15,6 +15,13 @@ from sakiyomi.params import SamplingParams
 Result = TypeVar("Result")
 
 
+class Misuse(typer.BadParameter):
+    """A command line whose parts do not go together; ends like typer's own complaints."""
+
+    def format_message(self) -> str:
+        return self.message
+
+
 def _option(*names: str, help: str, panel: str | None = None, **more: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=panel, **more)
 

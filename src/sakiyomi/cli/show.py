@@ -30,7 +30,7 @@ def print_stream(pieces: Iterable[StreamPiece]) -> RequestOutput:
 
 def print_summary(output: RequestOutput, *, temperature: float) -> None:
     """One line on stderr: how many tokens, how fast, how well the drafts went, and the seed if it mattered."""
-    error_console().print(describe(output, temperature=temperature), style="dim", highlight=False, soft_wrap=True)
+    print_note(describe(output, temperature=temperature))
 
 
 def describe(output: RequestOutput, *, temperature: float) -> str:
@@ -47,6 +47,21 @@ def describe(output: RequestOutput, *, temperature: float) -> str:
     if temperature > 0:
         parts.append(f"seed {output.seed}")
     return " · ".join(parts)
+
+
+def print_error(text: str) -> None:
+    """One line on stderr, whatever the message looks like."""
+    print(f"error: {join_lines(text)}", file=sys.stderr)
+
+
+def print_note(text: str) -> None:
+    """A word to the person at the terminal, on stderr."""
+    error_console().print(text, style="dim", highlight=False, markup=False, soft_wrap=True)
+
+
+def join_lines(text: str) -> str:
+    """`text` on one line."""
+    return " ".join(text.split())
 
 
 def error_console() -> Console:
