@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from sakiyomi.text.tokenizer import Tokenizer
+from sakiyomi.types import TokenizerData
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # No deadline: the first example of a test often compiles or loads something.
@@ -39,3 +42,17 @@ def spec_bench_path() -> Path:
     if not path.is_file():
         pytest.skip(f"Spec-Bench's questions are not here: {path} (SAKIYOMI_SPEC_BENCH names another place)")
     return path
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> Tokenizer:
+    """Ids 0 to 255 are bytes in the order of the byte-level alphabet, 256 is <end>."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE({char: index for index, char in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<end>", special=True)])
+    return Tokenizer.load(TokenizerData(json=backend.to_str()))

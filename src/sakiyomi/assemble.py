@@ -62,12 +62,11 @@ def load_model(name: str, options: ModelOptions, *, vocab_size: int | None = Non
     """
     path = hub.resolve(name)
     checkpoint = read_checkpoint(path)
-    tokenizer = None if checkpoint.tokenizer is None else Tokenizer.load(checkpoint.tokenizer)
-    if tokenizer is not None:
+    tokenizer = template = None
+    if checkpoint.tokenizer is not None:
+        tokenizer = Tokenizer.load(checkpoint.tokenizer)
+        template = ChatTemplate.load(checkpoint.tokenizer, tokenizer)
         vocab_size = min(tokenizer.vocab_size, vocab_size or tokenizer.vocab_size)
-    template = None
-    if checkpoint.tokenizer is not None and checkpoint.tokenizer.chat_template is not None:
-        template = ChatTemplate(checkpoint.tokenizer)
     model = _build_model(checkpoint, options, vocab_size)
     return LoadedModel(model=model, tokenizer=tokenizer, chat_template=template, path=path)
 
