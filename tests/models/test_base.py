@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 from dataclasses import replace
 
@@ -42,10 +43,26 @@ def checkpoint():
     return Checkpoint(name="tiny", config=CONFIG, tensors=tensors, tokenizer=None, end_token_ids=(3, 4))
 
 
-@pytest.fixture
-def model(checkpoint):
+def load_torch(checkpoint):
     torch.set_num_threads(1)
     return TorchModel.load(checkpoint)
+
+
+def load_native(checkpoint):
+    from sakiyomi.models.native import NativeModel
+
+    return NativeModel.load(checkpoint, dtype="float32", threads=2)
+
+
+needs_native = pytest.mark.skipif(
+    importlib.util.find_spec("sakiyomi._native") is None, reason="the native kernels are not built"
+)
+LOADERS = [pytest.param(load_torch, id="torch"), pytest.param(load_native, id="native", marks=needs_native)]
+
+
+@pytest.fixture(params=LOADERS)
+def model(request, checkpoint):
+    return request.param(checkpoint)
 
 
 def cached(model, ids):
@@ -62,7 +79,7 @@ def test_info_and_protocols(model):
     assert (info.name, info.architecture, info.dtype) == ("tiny", "llama", "float32")
     assert (info.vocab_size, info.max_model_len, info.num_layers, info.hidden_size) == (40, 12, 2, 16)
     assert info.end_token_ids == (3, 4)
-    assert not info.is_bit_exact
+    assert info.is_bit_exact == (model.decoder.ops.name == "native")
 
 
 def test_loading_refuses_bad_options(checkpoint):
@@ -151,7 +168,8 @@ def test_an_interrupted_pass_leaves_no_rows_to_keep(model, monkeypatch):
     model.forward([Span(cache, [3], [-1])])  # the lock is free again
 
 
-def test_a_pass_keeps_no_gradients(model):
+def test_a_pass_keeps_no_gradients(checkpoint):
+    model = load_torch(checkpoint)
     model.decoder.norm.requires_grad_()
     output = model.forward([Span(model.new_cache(), [1], [-1], (0,), (2,))])[0]
     assert not output.taps.requires_grad

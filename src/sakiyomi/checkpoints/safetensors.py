@@ -114,9 +114,10 @@ def _weight_files(folder: Path) -> list[Path]:
             f"{folder} needs {WEIGHTS_NAME} or {INDEX_NAME} but holds {found}; fetch the model in safetensors format."
         )
     weight_map = _read_json(folder / INDEX_NAME).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in [*weight_map.values()] or [None]):
+    names = set(weight_map.values()) if isinstance(weight_map, dict) else set()
+    if not names or not all(isinstance(name, str) for name in names):
         raise CheckpointError(f"{folder / INDEX_NAME} has no weight_map; fetch the model again.")
-    files = [folder / name for name in sorted(set(weight_map.values()))]
+    files = [folder / name for name in sorted(names)]
     for path in files:
         if not path.exists():
             raise CheckpointError(f"shard {path} is missing ({len(files)} are listed); fetch the model again.")
