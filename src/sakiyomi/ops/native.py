@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sakiyomi.errors import MissingExtraError, ParameterError
-from sakiyomi.ops.base import Blocks, Causal, Dense, Mask, Ops, Past, Tree
+from sakiyomi.ops.base import Blocks, Causal, Dense, LayerWeights, Mask, Ops, Past, StackSpec, Tree
 from sakiyomi.types import GROUP_SIZE, Quantized
 
 _native: Any
@@ -31,6 +31,7 @@ Matrix: TypeAlias = "npt.NDArray[Any] | Quantized"
 MAX_THREADS = 256
 ROPE_BLOCK = 1024
 _LARGEST_HALF = 65504.0
+_MAX_STACKS = 16
 
 
 class NativeOps(Ops):
@@ -68,6 +69,7 @@ class NativeOps(Ops):
         self.dtype = dtype
         self.threads = count_cpus() if threads is None else threads
         self._rope_tables: dict[tuple[bytes, float], Floats] = {}
+        self._stacks: dict[tuple[int, int, int], tuple[tuple[LayerWeights, ...], StackSpec, Any]] = {}
 
     # ---- arrays and weights
 
@@ -163,6 +165,42 @@ class NativeOps(Ops):
         _native.argmax(_floats(x), out, self.threads)
         return out
 
+    # ---- a decoder stack, fused
+
+    def decoder_stack(
+        self,
+        x: Floats,
+        layers: Sequence[LayerWeights],
+        spec: StackSpec,
+        positions: npt.NDArray[np.int32],
+        past: Past | None,
+        mask: Mask,
+        taps: Sequence[int] = (),
+    ) -> tuple[Floats, list[Floats]]:
+        if past is None or not layers:
+            return super().decoder_stack(x, layers, spec, positions, past, mask, taps)
+        x, positions = _floats(x), _ints(positions)
+        bounds, parents = _segments(mask)
+        table = self._rope_table(positions, spec.inv_freq, spec.rope_scale)
+        out, tapped = np.empty_like(x), [np.empty_like(x) for _ in taps]
+        self._stack(layers, spec).run(
+            x, positions, table, *_caches(past), past.layer, bounds, parents, list(taps), tapped, out, self.threads
+        )
+        return out, tapped
+
+    def _stack(self, layers: Sequence[LayerWeights], spec: StackSpec) -> Any:
+        """The C++ form of the layers, kept for the next call with the same ones."""
+        key = (id(layers[0]), len(layers), id(spec))
+        entry = self._stacks.get(key)
+        if entry is None or entry[1] is not spec or any(a is not b for a, b in zip(entry[0], layers, strict=True)):
+            fields = [_layer_fields(layer, spec.window(i)) for i, layer in enumerate(layers)]
+            stack = _native.DecoderStack(fields, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.eps)
+            entry = (tuple(layers), spec, stack)
+            if len(self._stacks) >= _MAX_STACKS:
+                self._stacks.clear()
+            self._stacks[key] = entry
+        return entry[2]
+
     # ---- helpers
 
     def _rope_table(self, positions: npt.NDArray[np.int32], inv_freq: npt.NDArray[np.float32], scale: float) -> Floats:
@@ -231,6 +269,22 @@ def _floats(x: npt.NDArray[Any]) -> Floats:
 
 def _ints(x: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
     return np.ascontiguousarray(x, np.int32)
+
+
+def _layer_fields(layer: LayerWeights, window: int | None) -> tuple[Any, ...]:
+    return (
+        layer.input_norm,
+        layer.qkv,
+        layer.qkv_bias,
+        layer.q_norm,
+        layer.k_norm,
+        layer.output,
+        layer.output_bias,
+        layer.post_norm,
+        layer.gate_up,
+        layer.down,
+        _window(window),
+    )
 
 
 def _window(window: int | None) -> int:
