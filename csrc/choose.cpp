@@ -390,7 +390,7 @@ Row read_row(const float* logits, std::int64_t size, float max, Scratch& scratch
     return Row{logits, size, scratch.block_max.data(), max};
 }
 
-// The chosen id, or kHasNan, or kNothingLeft. `logits` may be scratch.row.
+// The chosen id, or kHasNan, or kNothingLeft.
 std::int64_t choose_row(const float* logits, std::int64_t size, const Settings& settings, Scratch& scratch) {
     float max;
     if (!scan(logits, size, scratch.block_max, &max)) return kHasNan;
@@ -421,23 +421,12 @@ using Ids = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::devic
 using Doubles = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using NewDoubles = nb::ndarray<nb::numpy, double, nb::ndim<1>>;
 
-// The row with the logits of `ids` replaced by `values`, then the choice.
-std::int64_t choose(Logits logits, Ids ids, Logits values, std::uint64_t seed, std::uint64_t position,
-                    double temperature, std::int64_t top_k, double top_p, double min_p) {
-    Scratch& scratch = thread_scratch;
-    const auto size = static_cast<std::int64_t>(logits.size());
-    if (size == 0 || ids.size() != values.size()) throw std::invalid_argument("logits, ids and values do not fit");
-    for (std::size_t i = 0; i < ids.size(); ++i) {
-        if (ids.data()[i] < 0 || ids.data()[i] >= size) throw std::invalid_argument("an id is outside the logits");
-    }
+std::int64_t choose(Logits logits, std::uint64_t seed, std::uint64_t position, double temperature, std::int64_t top_k,
+                    double top_p, double min_p) {
+    if (logits.size() == 0) throw std::invalid_argument("a row of logits is empty");
     const nb::gil_scoped_release unlocked;
-    const float* row = logits.data();
-    if (ids.size() > 0) {
-        scratch.row.assign(row, row + size);
-        for (std::size_t i = 0; i < ids.size(); ++i) scratch.row[ids.data()[i]] = values.data()[i];
-        row = scratch.row.data();
-    }
-    return choose_row(row, size, Settings{seed, position, temperature, top_p, min_p, top_k}, scratch);
+    return choose_row(logits.data(), static_cast<std::int64_t>(logits.size()),
+                      Settings{seed, position, temperature, top_p, min_p, top_k}, thread_scratch);
 }
 
 // The largest logit (nan where there is one), log(sum of exp(logit - largest)), and the ids of the `top` largest, in
@@ -484,9 +473,9 @@ NewDoubles gumbel(std::uint64_t seed, std::uint64_t t, Ids ids) {
 }  // namespace
 
 void bind_choose(nb::module_& m) {
-    m.def("choose", &choose, nb::arg("logits"), nb::arg("ids"), nb::arg("values"), nb::arg("seed"),
-          nb::arg("position"), nb::arg("temperature"), nb::arg("top_k"), nb::arg("top_p"), nb::arg("min_p"),
-          "The id chosen from logits [V], those of `ids` replaced by `values`; -1 for nan, -2 if nothing is left.");
+    m.def("choose", &choose, nb::arg("logits"), nb::arg("seed"), nb::arg("position"),
+          nb::arg("temperature"), nb::arg("top_k"), nb::arg("top_p"), nb::arg("min_p"),
+          "The id chosen from processed logits [V]; -1 where they hold nan, -2 if nothing is left to choose.");
     m.def("summarize", &summarize, nb::arg("logits"), nb::arg("top"),
           "The largest logit, log(sum of exp(logit - largest)), and the ids of the `top` largest.");
     m.def("gumbel", &gumbel, nb::arg("seed"), nb::arg("t"), nb::arg("ids"), "Keyed Gumbel noise, float64 [N].");

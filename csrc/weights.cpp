@@ -1,8 +1,15 @@
 // Packing matrices, and reading single rows back for embeddings.
 #include "weights.hpp"
 
+#include <cstdlib>
 #include <cstring>
+#include <mutex>
+#include <new>
 #include <vector>
+#if defined(__unix__) || defined(__APPLE__)
+#include <sys/mman.h>
+#define SAKIYOMI_HAS_MMAP 1
+#endif
 
 #include <nanobind/stl/unique_ptr.h>
 
@@ -16,9 +23,49 @@ PackedWeight::PackedWeight(bool quantized, std::int64_t n, std::int64_t k)
     : is_quantized(quantized), num_outputs(n), num_inputs(k) {
     check(n > 0 && k > 0, "a weight needs at least one row and one column.");
     if (quantized && k % kGroup != 0) throw std::invalid_argument("a quantized weight needs K to be a multiple of 32.");
-    const std::size_t size = static_cast<std::size_t>(num_bytes());
-    bytes.reset(static_cast<std::uint8_t*>(::operator new(size, std::align_val_t(64))));
-    std::memset(bytes.get(), 0, size);
+    bytes = SlabBytes(static_cast<std::size_t>(num_bytes()));
+}
+
+namespace {
+
+constexpr std::size_t kHugePage = std::size_t{2} << 20, kSlabBytes = std::size_t{32} << 20;
+
+std::shared_ptr<void> new_slab(std::size_t num_bytes) {
+#ifdef SAKIYOMI_HAS_MMAP
+    void* start = mmap(nullptr, num_bytes + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (start == MAP_FAILED) throw std::bad_alloc();
+#ifdef MADV_HUGEPAGE
+    madvise(start, num_bytes + kHugePage, MADV_HUGEPAGE);
+#endif
+    return std::shared_ptr<void>(start, [num_bytes](void* p) { munmap(p, num_bytes + kHugePage); });
+#else
+    void* start = std::calloc(num_bytes + kHugePage, 1);
+    if (start == nullptr) throw std::bad_alloc();
+    return std::shared_ptr<void>(start, [](void* p) { std::free(p); });
+#endif
+}
+
+}  // namespace
+
+SlabBytes::SlabBytes(std::size_t num_bytes) {
+    static std::mutex mutex;
+    static std::weak_ptr<void> open_slab;  // the last slab, while anything in it is alive
+    static std::uint8_t* next = nullptr;
+    static std::size_t num_left = 0;
+    const std::size_t rounded = (num_bytes + 63) / 64 * 64;
+    std::lock_guard<std::mutex> lock(mutex);
+    slab_ = open_slab.lock();
+    if (!slab_ || rounded > num_left) {
+        const std::size_t size = rounded > kSlabBytes ? (rounded + kHugePage - 1) / kHugePage * kHugePage : kSlabBytes;
+        slab_ = new_slab(size);
+        const std::size_t offset = reinterpret_cast<std::uintptr_t>(slab_.get()) % kHugePage;
+        open_slab = slab_;
+        next = static_cast<std::uint8_t*>(slab_.get()) + (kHugePage - offset);
+        num_left = size;
+    }
+    bytes_ = next;
+    next += rounded;
+    num_left -= rounded;
 }
 
 namespace {

@@ -4,22 +4,29 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <new>
 
 #include "kernels.hpp"
 
 namespace sakiyomi {
 
-struct AlignedDeleter {
-    void operator()(std::uint8_t* bytes) const { ::operator delete(bytes, std::align_val_t(64)); }
+// A piece of zeroed memory, cut from slabs that the system may back with huge pages: weights are streamed once per pass,
+// and address translation would cost a good part of the bandwidth.
+class SlabBytes {
+   public:
+    SlabBytes() = default;
+    explicit SlabBytes(std::size_t num_bytes);
+    std::uint8_t* get() const { return bytes_; }
+
+   private:
+    std::shared_ptr<void> slab_;
+    std::uint8_t* bytes_ = nullptr;
 };
-using AlignedBytes = std::unique_ptr<std::uint8_t, AlignedDeleter>;
 
 // An [N, K] matrix in blocks of 16 outputs; the last block is padded with zeros.
 struct PackedWeight {
     bool is_quantized = false;
     std::int64_t num_outputs = 0, num_inputs = 0;
-    AlignedBytes bytes;
+    SlabBytes bytes;
 
     PackedWeight(bool quantized, std::int64_t n, std::int64_t k);
     std::int64_t num_blocks() const { return (num_outputs + kLanes - 1) / kLanes; }

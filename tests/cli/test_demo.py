@@ -14,8 +14,8 @@ def test_both_answers_and_both_speeds(run, llm) -> None:
     assert result.code == 0, result.stderr
     assert result.stdout.count("The sky is blue") == 2
     assert result.stdout.count("64.0") == 2
-    assert "Identical: all 8 token ids are the same" in result.stdout
-    assert "hello" in result.stderr
+    assert "The same 8 token ids, 1.00 times as fast.\n" in result.stdout
+    assert "hello" in result.stdout
 
 
 def test_the_first_answer_is_plain_decoding(run, llm, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,4 +37,4 @@ def test_a_difference_is_an_error(run, llm, fake_module, monkeypatch: pytest.Mon
     result = run("demo", "hello")
     assert result.code == 1
     assert "differ from token 2 on" in result.stderr
-    assert "Identical" not in result.stdout
+    assert "The same" not in result.stdout

@@ -29,7 +29,8 @@ def test_defaults_are_greedy_and_without_a_cap(run, llm) -> None:
 
 
 EVERY_OPTION = """
-generate hi -m m.gguf -d ngram:max_ngram=4 --verifier match --dtype q8 --device cpu --threads 2 --max-model-len 512
+generate hi -m m.gguf -d ngram:max_ngram=4 --verifier match --dtype q8 --device cpu --backend native --threads 2
+--max-model-len 512
 -n 5 -t 0.7 --top-p 0.9 --top-k 40 --min-p 0.05 --seed 7 --stop END --stop '###' --presence-penalty 0.1
 --frequency-penalty 0.2 --repetition-penalty 1.1 --min-tokens 2 --ignore-eos
 """
@@ -46,7 +47,8 @@ def test_every_option_arrives(run, llm) -> None:
     assert params.ignore_eos
     options = llm.options
     assert (options.model, options.drafter, options.dtype) == ("m.gguf", "ngram:max_ngram=4", "q8")
-    assert (options.device, options.threads, options.max_model_len) == ("cpu", 2, 512)
+    assert (options.device, options.backend) == ("cpu", "native")
+    assert (options.threads, options.max_model_len) == (2, 512)
 
 
 def test_a_drawn_seed_is_told_when_it_mattered(run, llm) -> None:

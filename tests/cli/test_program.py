@@ -52,7 +52,17 @@ def test_help_names_every_option() -> None:
     shown = run_program(*REAL, "generate", "--help", env=os.environ | {"COLUMNS": "200", "NO_COLOR": "1"}).stdout
     options = set(re.findall(r"--[a-z-]+", shown))
     assert options >= {
-        *("--model", "--drafter", "--verifier", "--dtype", "--device", "--threads", "--max-model-len", "--file"),
+        *(
+            "--model",
+            "--drafter",
+            "--verifier",
+            "--dtype",
+            "--device",
+            "--backend",
+            "--threads",
+            "--max-model-len",
+            "--file",
+        ),
         *("--max-tokens", "--temperature", "--top-p", "--top-k", "--min-p", "--seed", "--stop", "--min-tokens"),
         *("--presence-penalty", "--frequency-penalty", "--repetition-penalty", "--ignore-eos"),
         *("--system", "--raw", "--json", "--debug"),

@@ -19,6 +19,7 @@ def test_path_on_stdout(run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setattr(hub, "resolve", resolve)
     result = run("pull", "smollm2")
     assert (result.code, result.stdout) == (0, f"{tmp_path / 'smollm2.gguf'}\n")
+    assert result.stderr == "fetching model.gguf\n"
 
 
 def test_failure_is_one_line(run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,7 +30,7 @@ def test_failure_is_one_line(run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "resolve", resolve)
     result = run("pull")
     assert (result.code, result.stdout) == (1, "")
-    assert result.stderr.endswith("error: no network; connect it.\n")
+    assert result.stderr == "fetching model.gguf\nerror: no network; connect it.\n"
 
 
 def test_an_unknown_name(run) -> None:

@@ -257,6 +257,21 @@ def test_old_configuration_keys_mean_the_same(references):
     assert reference.rope_scale > 1
 
 
+@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_missing_keys_take_the_defaults_of_transformers(kind):
+    given = {"vocab_size": 9, "hidden_size": 256, "intermediate_size": 9, "num_hidden_layers": 30}
+    given |= {"num_attention_heads": 32, "use_sliding_window": True}
+    reference = getattr(transformers, f"{kind}Config")(**given)
+    ours = DecoderConfig.from_dict({"model_type": kind.lower()} | given)
+    head_dim = getattr(reference, "head_dim", None) or 256 // 32
+    assert (ours.num_kv_heads, ours.head_dim) == (reference.num_key_value_heads, head_dim)
+    assert (ours.eps, ours.tied) == (reference.rms_norm_eps, reference.tie_word_embeddings)
+    assert ours.max_positions == reference.max_position_embeddings
+    np.testing.assert_allclose(ours.inv_freq[1], reference.rope_parameters["rope_theta"] ** (-2 / head_dim), rtol=1e-6)
+    kinds = getattr(reference, "layer_types", None) or [f"{'full' if kind == 'Llama' else 'sliding'}_attention"] * 30
+    assert ours.windows == tuple(None if kind == "full_attention" else 4096 for kind in kinds)
+
+
 @pytest.mark.parametrize("family", ["llama", *(f"llama_{name}" for name in ROPES)])
 def test_rotary_frequencies_equal_transformers(references, family):
     folder, reference = references(family)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import takewhile
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sakiyomi.cli import loading
 from sakiyomi.cli.options import Debug, EngineOptions, expand_options
-from sakiyomi.cli.show import error_console, print_stream
+from sakiyomi.cli.show import print_note, print_stream
 from sakiyomi.errors import SakiyomiError
 from sakiyomi.params import SamplingParams
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from sakiyomi.llm import LLM
     from sakiyomi.results import RequestOutput
 
@@ -34,19 +37,23 @@ def demo(
     debug: Debug = False,
 ) -> None:
     """Answer one prompt twice, plainly and with speculation, and show that the tokens are the same."""
+    from rich.console import Console
+
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     plain = loading.load_llm(replace(engine, drafter="none"))
     speculative = loading.load_llm(engine)
-    console = error_console()
+    console = Console(highlight=False, soft_wrap=True)
     console.rule("the prompt")
-    console.print(prompt, highlight=False, markup=False)
+    console.print(prompt, markup=False)
     outputs = []
     for title, llm in (("plain decoding", plain), (f"speculation: {engine.drafter}", speculative)):
         _warm_up(llm)
         console.rule(title)
         outputs.append(print_stream(llm.stream(loading.render_prompt(llm, prompt), params)))
         print()
-    _compare(*outputs)
+    _compare(console, *outputs)
+    if prompt == PROMPT:
+        print_note('Copying suits the ngram drafter; try `sakiyomi demo "a prompt of yours"`.')
 
 
 def _warm_up(llm: LLM) -> None:
@@ -54,26 +61,21 @@ def _warm_up(llm: LLM) -> None:
     list(llm.stream(loading.render_prompt(llm, "Say hello."), SamplingParams(temperature=0, max_tokens=4)))
 
 
-def _compare(plain: RequestOutput, speculative: RequestOutput) -> None:
-    from rich.console import Console
+def _compare(console: Console, plain: RequestOutput, speculative: RequestOutput) -> None:
     from rich.table import Table
 
-    table = Table("", "plain", "speculative", title="The same tokens, several at a time")
+    table = Table("", "plain", "speculative")
     columns = (plain, speculative)
     table.add_row("tokens", *(str(len(output.outputs[0].token_ids)) for output in columns))
     table.add_row("forward passes", *(str(output.speculation.num_steps) for output in columns))
     table.add_row("tokens per pass", *(f"{output.speculation.mean_acceptance_length:.2f}" for output in columns))
     table.add_row("seconds", *(f"{output.timing.decode_s:.2f}" for output in columns))
     table.add_row("tokens/s", *(f"{output.timing.tokens_per_s:.1f}" for output in columns))
-    console = Console()
     console.print(table)
     first, second = (output.outputs[0].token_ids for output in columns)
     if first != second:
-        at = next(
-            (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(map(len, (first, second)))
-        )
-        raise SakiyomiError(f"the two answers differ from token {at} on, which must not be; please report it.")
-    faster = speculative.timing.tokens_per_s / plain.timing.tokens_per_s
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+        raise SakiyomiError(f"the two answers differ from token {same} on, which must not be; please report it.")
     console.print(
-        f"Identical: all {len(first)} token ids are the same. Speculation ran at {faster:.2f} times the speed."
+        f"The same {len(first)} token ids, {plain.timing.decode_s / speculative.timing.decode_s:.2f} times as fast."
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sakiyomi import hub
 from sakiyomi.cli.options import EngineOptions
-from sakiyomi.cli.show import error_console
+from sakiyomi.cli.show import error_console, print_note
 from sakiyomi.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -18,17 +18,18 @@ if TYPE_CHECKING:
 
 def load_llm(options: EngineOptions) -> LLM:
     """The LLM that a command's options ask for."""
+    from sakiyomi.assemble import ModelOptions, choose_backend
     from sakiyomi.llm import LLM
 
-    return LLM(
-        str(fetch(options.model)),
-        drafter=options.drafter,
-        verifier=options.verifier,
-        dtype=options.dtype,
-        device=options.device,
-        threads=options.threads,
-        max_model_len=options.max_model_len,
-    )
+    settings: dict[str, Any] = {
+        "dtype": options.dtype,
+        "device": options.device,
+        "backend": options.backend,
+        "threads": options.threads,
+        "max_model_len": options.max_model_len,
+    }
+    choose_backend(ModelOptions(**settings))  # what cannot run here is said before anything is fetched
+    return LLM(str(fetch(options.model)), drafter=options.drafter, verifier=options.verifier, **settings)
 
 
 def fetch(name: str) -> Path:
@@ -49,22 +50,25 @@ def render_prompt(llm: LLM, text: str, system: str | None = None) -> str | list[
 
 @contextmanager
 def _progress() -> Iterator[hub.Progress]:
-    """A reporter that draws a bar per kind of work; nothing is drawn where nothing is reported."""
+    """A reporter that draws a bar per kind of work in a terminal, and elsewhere names each kind once."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+    console = error_console()
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    bars = Progress(*columns, console=error_console(), transient=True)
+    bars = Progress(*columns, console=console, transient=True)
     tasks: dict[str, TaskID] = {}
 
     def report(what: str, done: int, total: int) -> None:
-        if not tasks:
-            bars.start()
         if what not in tasks:
             tasks[what] = bars.add_task(what, total=total or None)
+            if console.is_terminal:
+                bars.start()
+            else:
+                print_note(what)
         bars.update(tasks[what], completed=done)
 
     try:
         yield report
     finally:
-        if tasks:
+        if tasks and console.is_terminal:
             bars.stop()

@@ -10,6 +10,7 @@ Every sum has a fixed order, so that the C++ chooser (csrc/choose.cpp) decides e
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from types import ModuleType
 from typing import TypeAlias
@@ -50,13 +51,9 @@ def choose(logits: Float32s, history: History) -> int:
     """
     if _native is None:
         return choose_reference(logits, history)
-    row = _row(logits)
-    ids, values = adjust_logits(row, history)
-    params = history.params
+    row, params = process_logits(logits, history), history.params
     token: int = _native.choose(
         row,
-        ids,
-        values,
         history.seed,
         history.position,
         params.temperature,
@@ -121,61 +118,47 @@ def summarize_reference(row: Float32s, top: int) -> tuple[float, float, list[int
 
 
 def process_logits(logits: Float32s, history: History) -> Float32s:
-    """The logits [V] after min_tokens, logit_bias and the three penalties, in float32; `logits` stays as it is."""
-    row = _row(logits)
-    ids, values = adjust_logits(row, history)
-    if ids.size:
-        row = row.copy()
-        row[ids] = values
+    """The logits [V] after min_tokens, logit_bias and the penalties, in float32; `logits` itself stays as it is.
+
+    The penalties in turn: repetition (each token of prompt, answer and path, once), frequency (times its count in
+    answer and path) and presence.
+    """
+    row, params = _row(logits), history.params
+    too_short = history.position - history.num_prompt < params.min_tokens
+    if not (too_short or params.logit_bias or params.has_penalties):
+        return row
+    row = row.copy()
+    if too_short:
+        row[_banned_ids(history, row.size)] = -np.inf
+    if params.logit_bias:
+        row[_biased_ids(params.logit_bias, row.size)] += np.fromiter(params.logit_bias.values(), np.float32)
+    if params.has_penalties:
+        _penalize(row, history)
     return row
 
 
-def adjust_logits(row: Float32s, history: History) -> tuple[Ids, Float32s]:
-    """The ids, ascending, that min_tokens, logit_bias or a penalty touches, and their new logits.
-
-    Bans and biases come first, then the penalties: repetition (each token of prompt, answer and path once), frequency
-    (by its count in answer and path) and presence.
-    """
-    params, vocab_size = history.params, row.size
-    banned = _banned_ids(history, vocab_size)
-    biased = _biased_ids(params, vocab_size)
-    past = _past_ids(history) if params.has_penalties else NO_IDS
-    seen = _distinct(past, vocab_size)[0] if params.repetition_penalty != 1 else NO_IDS
-    new, counts = _distinct(past[history.num_prompt :], vocab_size)
-    parts = [part for part in (banned, biased, seen, new) if part.size]
-    if not parts:
-        return NO_IDS, row[:0]
-    ids = _distinct(np.concatenate(parts), vocab_size)[0]
-    values = row[ids]
-    values[np.searchsorted(ids, banned)] = -np.inf
-    values[np.searchsorted(ids, biased)] += np.fromiter((params.logit_bias or {}).values(), np.float32)
-    places = np.searchsorted(ids, seen)
-    values[places] = _penalize_repetition(values[places], params.repetition_penalty)
-    places = np.searchsorted(ids, new)
-    values[places] -= np.float32(params.frequency_penalty) * counts.astype(np.float32)
-    values[places] -= np.float32(params.presence_penalty)
-    return ids, values
+def _penalize(row: Float32s, history: History) -> None:
+    params = history.params
+    past = np.concatenate([np.asarray(history.tokens, np.int64), np.asarray(history.path, np.int64)])
+    if params.repetition_penalty != 1:
+        seen, _ = _distinct(past, row.size)
+        row[seen] = _penalize_repetition(row[seen], params.repetition_penalty)
+    if params.frequency_penalty != 0 or params.presence_penalty != 0:
+        new, counts = _distinct(past[history.num_prompt :], row.size)
+        row[new] -= np.float32(params.frequency_penalty) * counts.astype(np.float32)
+        row[new] -= np.float32(params.presence_penalty)
 
 
 def _banned_ids(history: History, vocab_size: int) -> Ids:
-    if history.position - history.num_prompt >= history.params.min_tokens:
-        return NO_IDS
     banned = history.end_ids.union(history.params.stop_token_ids or ())
     return np.array([token for token in banned if token < vocab_size], np.int64)
 
 
-def _biased_ids(params: SamplingParams, vocab_size: int) -> Ids:
-    if not params.logit_bias:
-        return NO_IDS
-    highest = max(params.logit_bias)
+def _biased_ids(logit_bias: Mapping[int, float], vocab_size: int) -> Ids:
+    highest = max(logit_bias)
     if highest >= vocab_size:
         raise ParameterError(f"logit_bias names id {highest}; this model's ids are 0 to {vocab_size - 1}.")
-    return np.fromiter(params.logit_bias, np.int64)
-
-
-def _past_ids(history: History) -> Ids:
-    """The ids of prompt, answer and path, in order."""
-    return np.concatenate([np.asarray(history.tokens, np.int64), np.asarray(history.path, np.int64)])
+    return np.fromiter(logit_bias, np.int64)
 
 
 def _distinct(ids: Ids, vocab_size: int) -> tuple[Ids, Ids]:
