@@ -30,6 +30,7 @@ INTEGERS = {
     "logprobs": (0, MAX_LOGPROBS, True),
 }
 NO_NUMBERS = st.sampled_from([True, False, "1", "", b"1", [1], (), {}, 1j, math.nan, math.inf, -math.inf, object])
+TOO_LARGE = st.sampled_from([10**400, -(10**400)])  # no float holds them
 
 
 def make(name: str, value: Any) -> SamplingParams:
@@ -87,7 +88,7 @@ def test_reals_outside_their_range_are_refused(name: str, data: st.DataObject):
     outside = st.floats(max_value=low, exclude_max=not is_open)
     if high is not None:
         outside |= st.floats(high, exclude_min=True)
-    message = refuse(name, data.draw(outside | NO_NUMBERS | st.none()))
+    message = refuse(name, data.draw(outside | NO_NUMBERS | TOO_LARGE | st.none()))
     assert (f"above {low:g}" if is_open else f"at least {low:g}") in message
     assert high is None or f"at most {high:g}" in message
 
@@ -157,6 +158,21 @@ def test_a_bad_bias_is_refused(logit_bias: Any, message: str):
 def test_a_bad_stop_id_is_refused(stop_token_id: Any):
     with pytest.raises(ParameterError, match=re.escape(f"an id in stop_token_ids={stop_token_id!r} is not allowed")):
         SamplingParams(stop_token_ids=[3, stop_token_id])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("logit_bias", [(1, 2.0)], "a mapping of ids to numbers"),
+        ("logit_bias", "1", "a mapping of ids to numbers"),
+        ("stop_token_ids", 3, "a list of ids"),
+        ("stop_token_ids", "3", "a list of ids"),
+        ("stop", 3, "a text or a list of texts"),
+        ("stop", True, "a text or a list of texts"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused(name: str, value: Any, wanted: str):
+    assert refuse(name, value).endswith(f"give {wanted}.")
 
 
 def test_stop_takes_one_text_or_several():
