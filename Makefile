@@ -29,7 +29,7 @@ $(VENV)/.made:
 $(VENV)/.built: $(VENV)/.made $(NATIVE_SOURCES)
 	@echo "set-up: building sakiyomi and installing what it needs at run time"
 	@$(PIP) install --group build
-	@$(PIP) install --no-build-isolation --editable .
+	@$(PIP) install --no-build-isolation --config-settings build-dir=build/venv --editable .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.built constraints-dev.txt

@@ -105,13 +105,13 @@ def compare(
     for temperature in temperatures:
         top_p = 1.0 if temperature == 0 else 0.9
         params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=num_tokens)
-        plain, plain_digests = _answer(loaded, NoneDrafter(), prompts, params, 1)
+        plain, plain_digests = answer(loaded, NoneDrafter(), prompts, params, 1)
         truth = {tuple(one.prompt_token_ids): one.outputs[0].token_ids for one in plain}
         for name, drafter in _drafters(loaded, truth).items():
             for batch in batches:
                 if name == "none" and batch == 1:
                     continue
-                answers, digests = _answer(loaded, drafter, prompts, params, batch)
+                answers, digests = answer(loaded, drafter, prompts, params, batch)
                 rows.append(_compare(name, temperature, batch, plain, plain_digests, answers, digests))
                 print(_format(rows[-1]), flush=True)
     return rows
@@ -124,7 +124,7 @@ def _drafters(loaded: LoadedModel, truth: Mapping[tuple[int, ...], Seq[int]]) ->
     return {"none": NoneDrafter(), "ngram": NgramDrafter(), "model": itself, "planted": trees}
 
 
-def _answer(
+def answer(
     loaded: LoadedModel, drafter: Drafter, prompts: Seq[Seq[int]], params: SamplingParams, batch: int
 ) -> tuple[list[RequestOutput], Digests]:
     digests: Digests = {}

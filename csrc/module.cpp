@@ -4,7 +4,13 @@
 namespace nb = nanobind;
 
 void bind_choose(nb::module_&);
+void bind_weights(nb::module_&);
+void bind_ops(nb::module_&);
+void bind_stack(nb::module_&);
 
 NB_MODULE(_native, m) {
     bind_choose(m);
+    bind_weights(m);
+    bind_ops(m);
+    bind_stack(m);
 }

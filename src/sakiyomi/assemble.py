@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 from collections.abc import Mapping
@@ -62,12 +63,11 @@ def load_model(name: str, options: ModelOptions, *, vocab_size: int | None = Non
     """
     path = hub.resolve(name)
     checkpoint = read_checkpoint(path)
-    tokenizer = None if checkpoint.tokenizer is None else Tokenizer.load(checkpoint.tokenizer)
-    if tokenizer is not None:
+    tokenizer = template = None
+    if checkpoint.tokenizer is not None:
+        tokenizer = Tokenizer.load(checkpoint.tokenizer)
+        template = ChatTemplate.load(checkpoint.tokenizer, tokenizer)
         vocab_size = min(tokenizer.vocab_size, vocab_size or tokenizer.vocab_size)
-    template = None
-    if checkpoint.tokenizer is not None and checkpoint.tokenizer.chat_template is not None:
-        template = ChatTemplate(checkpoint.tokenizer)
     model = _build_model(checkpoint, options, vocab_size)
     return LoadedModel(model=model, tokenizer=tokenizer, chat_template=template, path=path)
 
@@ -97,8 +97,6 @@ def _build_model(checkpoint: Checkpoint, options: ModelOptions, vocab_size: int 
             max_model_len=options.max_model_len,
             vocab_size=vocab_size,
         )
-    if importlib.util.find_spec("torch") is None:
-        raise MissingExtraError('this needs torch, which is not installed; run pip install "sakiyomi[torch]".')
     from sakiyomi.models.torch import TorchModel
 
     return TorchModel.load(
@@ -115,6 +113,7 @@ def choose_backend(options: ModelOptions) -> Literal["native", "torch"]:
 
     Raises:
         ParameterError: for a dtype, device or backend that does not exist, or that do not go together.
+        MissingExtraError: if what it needs was not built or is not installed.
     """
     dtype, backend = options.dtype, options.backend
     if backend not in ("auto", "native", "torch"):
@@ -131,10 +130,24 @@ def choose_backend(options: ModelOptions) -> Literal["native", "torch"]:
         raise ParameterError(
             f"dtype={dtype!r} runs on the native CPU backend only, not on backend={backend} device={options.device!r}."
         )
-    if backend == "auto" and is_native_possible and is_torch_possible and not _has_native() and _has_torch():
-        logger.warning("The native kernels were not built (no C++17 compiler at installation); using torch.")
+    if not is_native_possible or backend == "torch":
+        if not _has_torch():
+            raise MissingExtraError('this needs torch, which is not installed; run pip install "sakiyomi[torch]".')
         return "torch"
-    return "native" if is_native_possible and backend != "torch" else "torch"
+    if _has_native():
+        return "native"
+    if backend == "auto" and is_torch_possible and _has_torch():
+        _warn_of_torch()
+        return "torch"
+    raise MissingExtraError(
+        "the native kernels were not built, since no C++17 compiler worked at installation; install one (such as g++) "
+        'and reinstall sakiyomi with pip --force-reinstall --no-cache-dir, or run pip install "sakiyomi[torch]".'
+    )
+
+
+@functools.cache  # said once
+def _warn_of_torch() -> None:
+    logger.warning("The native kernels were not built (no C++17 compiler at installation); using torch.")
 
 
 def _has_native() -> bool:

@@ -1,7 +1,7 @@
 """Keyed noise: the randomness of a token is a pure function of (seed, position, id).
 
 Philox4x32-10 (Salmon, Moraes, Dror and Shaw, 2011, "Parallel random numbers: as easy as 1, 2, 3") turns the key
-`seed` and the counter (id, purpose, position) into 32 random bits; a standard Gumbel variate is made of them with a
+`seed` and the counter (id // 4, purpose, position) into four words; word id % 4 becomes a standard Gumbel variate by a
 logarithm of our own. `exact_log` and `exact_exp` use nothing but IEEE 754 double additions, subtractions,
 multiplications, divisions and integer operations in a fixed order, so that this file, csrc/noise.hpp and
 ops/torch_noise.py give the same bits on every machine.
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 Float64s: TypeAlias = npt.NDArray[np.float64]
+Uint32s: TypeAlias = npt.NDArray[np.uint32]
 
 PURPOSE_MATCH = 0  # the noise that chooses tokens
 PURPOSE_SEED = 1  # seeds of further samples
@@ -34,7 +35,7 @@ MANTISSA_MASK = 0x000FFFFFFFFFFFFF
 ROUNDING = 1.5 * 2.0**52  # adding it leaves the nearest integer in the low bits
 LOG_TERMS = tuple(2.0 / (2 * k + 1) for k in range(1, 11))  # of 2 atanh(s) / s - 2 in s^2
 EXP_TERMS = tuple(1.0 / factorial(k) for k in range(2, 14))  # of (e^r - 1 - r) / r^2 in r
-EXP_LOWEST = -707.0  # below it exact_exp is 0: no subnormal results
+EXP_LOWEST = float.fromhex("-0x1.6232bdd7abcd2p+9")  # -1022 log 2, where the scale of exact_exp becomes 0
 EXP_HIGHEST = float.fromhex("0x1.62e42fefa39efp+9")  # the largest double whose exponential is finite
 
 
@@ -56,19 +57,19 @@ def gumbel(seed: int, t: int, ids: npt.NDArray[Any]) -> Float64s:
     return -_log_normal(exponential)
 
 
-def philox(seed: int, t: int, ids: npt.NDArray[Any], purpose: int = PURPOSE_MATCH) -> npt.NDArray[np.uint32]:
-    """The first output word of Philox4x32-10 for each id; see `philox_words`."""
-    return philox_words(seed, t, ids, purpose)[0]
+def philox(seed: int, t: int, ids: npt.NDArray[Any], purpose: int = PURPOSE_MATCH) -> Uint32s:
+    """32 random bits for each id [N]: word id % 4 of the Philox block id // 4."""
+    ids = np.asarray(ids).astype(np.uint64)
+    words = philox_words(seed, t, ids >> np.uint64(2), purpose)
+    return np.choose((ids & np.uint64(3)).astype(np.intp), words)
 
 
-def philox_words(
-    seed: int, t: int, ids: npt.NDArray[Any], purpose: int = PURPOSE_MATCH
-) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32], npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
-    """Philox4x32-10 with key (seed low, seed high) and counter (id, purpose, t low, t high): four words [N]."""
+def philox_words(seed: int, t: int, blocks: npt.NDArray[Any], purpose: int = PURPOSE_MATCH) -> tuple[Uint32s, ...]:
+    """Philox4x32-10 with key (seed low, seed high) and counter (block, purpose, t low, t high): four words [N]."""
     low = np.uint64(0xFFFFFFFF)
     shift = np.uint64(32)
     multiplier0, multiplier1 = (np.uint64(value) for value in PHILOX_MULTIPLIERS)
-    c0 = np.asarray(ids).astype(np.uint64) & low
+    c0 = np.asarray(blocks).astype(np.uint64) & low
     c1, c2, c3 = (np.full_like(c0, value) for value in (purpose, t & 0xFFFFFFFF, t >> 32))
     key0, key1 = seed & 0xFFFFFFFF, seed >> 32
     for _ in range(PHILOX_ROUNDS):
@@ -121,9 +122,9 @@ def _log_normal(x: Float64s, down: Float64s | float = 0.0) -> Float64s:
 
 
 def exact_exp(x: npt.ArrayLike) -> Float64s:
-    """Exponential of doubles, within 1 ulp; below -707 it is 0 (no subnormal results), nan gives nan."""
+    """Exponential of doubles, within 1 ulp; below -708.04 it is 0 (no subnormal results), nan gives nan."""
     x = np.asarray(x, np.float64)
-    inside = np.minimum(np.maximum(x, EXP_LOWEST), EXP_HIGHEST)
+    inside = np.clip(x, EXP_LOWEST, EXP_HIGHEST)
     shifted = inside * LOG2_E + ROUNDING
     k = shifted - ROUNDING
     r = (inside - k * LN2_HIGH) - k * LN2_LOW
@@ -131,8 +132,8 @@ def exact_exp(x: npt.ArrayLike) -> Float64s:
     for term in reversed(EXP_TERMS[:-1]):
         tail = tail * r + term
     mantissa = 1.0 + (r + (r * r) * tail)
-    # 2^k in two factors, since 2^1024 is no double.
     with np.errstate(invalid="ignore"):
+        # One less in the exponent, since 2^1024 is no double; k = -1022 leaves the bits of 0.
         half_scale = ((k + 1022.0).astype(np.int64) << 52).view(np.float64)
-    result = (mantissa * half_scale) * 2.0
-    return np.where(x < EXP_LOWEST, 0.0, np.where(x > EXP_HIGHEST, np.inf, np.where(np.isnan(x), np.nan, result)))
+    result = (mantissa * 2.0) * half_scale
+    return np.where(x > EXP_HIGHEST, np.inf, np.where(np.isnan(x), np.nan, result))

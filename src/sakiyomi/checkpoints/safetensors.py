@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,7 @@ def read_safetensors(folder: Path) -> Checkpoint:
     folder = Path(folder)
     config = _read_json(folder / "config.json")
     if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
+        method = dict(config["quantization_config"]).get("quant_method", "unknown")
         raise CheckpointError(
             f"{folder} holds weights quantised by {method!r}, which is not supported; "
             "use the unquantised model or a GGUF file."
@@ -87,7 +88,7 @@ class _Entry:
     offset: int
 
     def read(self) -> npt.NDArray[Any]:
-        count = int(np.prod(self.shape, dtype=np.int64))
+        count = math.prod(self.shape)
         try:
             values: npt.NDArray[Any] = np.fromfile(self.path, DTYPES[self.dtype], count, offset=self.offset)
         except OSError as error:
@@ -113,9 +114,10 @@ def _weight_files(folder: Path) -> list[Path]:
             f"{folder} needs {WEIGHTS_NAME} or {INDEX_NAME} but holds {found}; fetch the model in safetensors format."
         )
     weight_map = _read_json(folder / INDEX_NAME).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+    names = set(weight_map.values()) if isinstance(weight_map, dict) else set()
+    if not names or not all(isinstance(name, str) for name in names):
         raise CheckpointError(f"{folder / INDEX_NAME} has no weight_map; fetch the model again.")
-    files = [folder / name for name in sorted(set(weight_map.values()))]
+    files = [folder / name for name in sorted(names)]
     for path in files:
         if not path.exists():
             raise CheckpointError(f"shard {path} is missing ({len(files)} are listed); fetch the model again.")
@@ -130,10 +132,10 @@ def _read_header(path: Path) -> dict[str, _Entry]:
             header_size = int.from_bytes(file.read(8), "little")
             if size < 8 or not 0 < header_size <= min(size - 8, MAX_HEADER_BYTES):
                 raise CheckpointError(f"{path} is truncated or not a safetensors file; fetch the model again.")
-            header = json.loads(file.read(header_size))
+            header = dict(json.loads(file.read(header_size)))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}.") from None
-    except ValueError:
+    except (ValueError, TypeError):
         raise CheckpointError(f"{path} has a broken header; fetch the model again.") from None
     header.pop("__metadata__", None)
     return {name: _check_entry(path, name, entry, 8 + header_size, size) for name, entry in header.items()}
@@ -147,7 +149,7 @@ def _check_entry(path: Path, name: str, entry: Any, data_start: int, size: int) 
         raise CheckpointError(f"{path} describes tensor {name} wrongly; fetch the model again.") from None
     if dtype not in DTYPES:
         raise CheckpointError(f"tensor {name} in {path} is of type {dtype}; supported are {', '.join(DTYPES)}.")
-    num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(DTYPES[dtype]).itemsize
+    num_bytes = math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize
     if min(shape, default=0) < 0 or start < 0 or stop - start != num_bytes:
         raise CheckpointError(
             f"tensor {name} in {path} has shape {list(shape)}, which is {num_bytes} bytes of {dtype}, "
@@ -229,7 +231,7 @@ def _tokenizer_end_ids(folder: Path, tokenizer: TokenizerData) -> list[int]:
     if token is None:
         return []
     content = _read_json(folder / "tokenizer.json")
-    added = {entry["content"]: entry["id"] for entry in content.get("added_tokens") or ()}
+    added = {entry.get("content"): entry.get("id") for entry in content.get("added_tokens") or ()}
     vocabulary = content.get("model", {}).get("vocab", {})
     known = added if token in added or not isinstance(vocabulary, dict) else vocabulary
     return [known[token]] if token in known else []

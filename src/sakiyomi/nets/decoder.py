@@ -18,7 +18,19 @@ from sakiyomi.errors import CheckpointError, ParameterError
 from sakiyomi.ops.base import LayerWeights, Mask, Ops, Past, StackSpec
 from sakiyomi.types import Array, Tensor
 
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
+# What transformers assumes where a config.json says nothing.
+_WINDOWED = {
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 32,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": _WINDOWED,
+    "qwen3": _WINDOWED | {"head_dim": 128},
+}
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
@@ -62,8 +74,9 @@ class DecoderConfig:
             CheckpointError: an architecture, activation, rope scaling or bias that is not supported, or a missing key.
         """
         model_type = config.get("model_type")
-        if model_type not in SUPPORTED:
-            raise CheckpointError(f"model_type {model_type!r} is not supported; supported are {', '.join(SUPPORTED)}.")
+        if model_type not in DEFAULTS:
+            raise CheckpointError(f"model_type {model_type!r} is not supported; supported are {', '.join(DEFAULTS)}.")
+        config = DEFAULTS[model_type] | dict(config)
         activation = config.get("hidden_act", "silu")
         if activation != "silu":
             raise CheckpointError(f"hidden_act {activation!r} is not supported; only 'silu' is.")
@@ -72,14 +85,14 @@ class DecoderConfig:
         hidden_size = _integer(config, "hidden_size")
         num_layers = _integer(config, "num_hidden_layers")
         num_heads = _integer(config, "num_attention_heads")
-        num_kv_heads = _integer(config, "num_key_value_heads", 8 if model_type == "mistral" else num_heads)
-        head_dim = _integer(config, "head_dim", 128 if model_type == "qwen3" else hidden_size // num_heads)
+        num_kv_heads = _integer(config, "num_key_value_heads", num_heads)
+        head_dim = _integer(config, "head_dim", hidden_size // num_heads)
         if num_heads % num_kv_heads or head_dim % 2:
             raise CheckpointError(
                 f"{num_heads} query heads over {num_kv_heads} key/value heads of width {head_dim} do not fit: "
                 "the query heads must be a multiple of the others and the width even."
             )
-        max_positions = _integer(config, "max_position_embeddings", 131072 if model_type == "mistral" else 2048)
+        max_positions = _integer(config, "max_position_embeddings")
         rope = _rope_parameters(config, max_positions)
         inv_freq, rope_scale = _rope_frequencies(rope, head_dim, config.get("rope_freq_factors"))
         if rope["rope_type"] == "yarn":
@@ -309,16 +322,14 @@ def _number(rope: Mapping[str, Any], key: str, default: float | None = None) -> 
 
 def _windows(config: Mapping[str, Any], model_type: str, num_layers: int) -> tuple[int | None, ...]:
     """For each layer its sliding window, or None: all layers of Mistral, chosen layers of Qwen."""
-    if model_type == "llama":
+    is_windowed = model_type == "mistral" or (model_type != "llama" and config.get("use_sliding_window", False))
+    if not is_windowed or config["sliding_window"] is None:
         return (None,) * num_layers
+    window = _integer(config, "sliding_window")
     if model_type == "mistral":
-        window = config.get("sliding_window", 4096)
-        return (None if window is None else _integer(config, "sliding_window", 4096),) * num_layers
-    if not config.get("use_sliding_window", False) or config.get("sliding_window", 4096) is None:
-        return (None,) * num_layers
-    window = _integer(config, "sliding_window", 4096)
-    first = config.get("max_window_layers", 28)
-    kinds = config.get("layer_types") or ["full_attention"] * first + ["sliding_attention"] * num_layers
+        return (window,) * num_layers
+    first = config["max_window_layers"]
+    kinds = config.get("layer_types") or ["full_attention"] * (first or 0) + ["sliding_attention"] * num_layers
     unknown = set(kinds) - {"full_attention", "sliding_attention"}
     if unknown or len(kinds) < num_layers:
         raise CheckpointError(

@@ -10,6 +10,9 @@ Every sum has a fixed order, so that the C++ chooser (csrc/choose.cpp) decides e
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from importlib import import_module
+from types import ModuleType
 from typing import TypeAlias
 
 import numpy as np
@@ -20,11 +23,18 @@ from sakiyomi.noise import exact_exp, exact_log, gumbel
 from sakiyomi.params import SamplingParams
 from sakiyomi.types import History
 
+_native: ModuleType | None
+try:
+    _native = import_module("sakiyomi._native")
+except ImportError:  # built without a compiler
+    _native = None
+
 Float32s: TypeAlias = npt.NDArray[np.float32]
 Float64s: TypeAlias = npt.NDArray[np.float64]
 Ids: TypeAlias = npt.NDArray[np.int64]
 
 SUM_LANES = 16
+HAS_NAN = -1  # what the C++ chooser returns instead of an id
 FLOAT32 = np.finfo(np.float32)
 NO_IDS: Ids = np.empty(0, np.int64)
 
@@ -39,7 +49,21 @@ def choose(logits: Float32s, history: History) -> int:
         ParameterError: `logit_bias` names an id outside the vocabulary.
         SakiyomiError: the logits hold nan, or no token is left to choose.
     """
-    return choose_reference(logits, history)
+    if _native is None:
+        return choose_reference(logits, history)
+    row, params = process_logits(logits, history), history.params
+    token: int = _native.choose(
+        row,
+        history.seed,
+        history.position,
+        params.temperature,
+        min(params.top_k, row.size),
+        params.top_p,
+        params.min_p,
+    )
+    if token < 0:
+        raise _nan_error(history) if token == HAS_NAN else _nothing_left_error(history)
+    return token
 
 
 def choose_reference(logits: Float32s, history: History) -> int:
@@ -66,83 +90,83 @@ def log_probs(logits: Float32s, token: int, top: int) -> tuple[float, list[tuple
         top: how many of the most probable tokens to report, the lower id first among equals.
 
     Returns:
-        The chosen token's log-probability, and the `top` most probable (id, log-probability), best first.
+        The chosen token's log-probability, and the `top` most probable (id, log-probability), best first; ids of
+        probability 0 are left out.
     """
     row = _row(logits)
     if not 0 <= token < row.size:
         raise ParameterError(f"token {token} is not in the vocabulary; ids are 0 to {row.size - 1}.")
-    best = row.max()
+    top = min(top, row.size)
+    best, log_total, ids = summarize_reference(row, top) if _native is None else _native.summarize(row, top)
     if not best > -np.inf:
-        raise SakiyomiError(f"log-probabilities of a row whose largest logit is {best}; the model's output is damaged.")
-    scores = _shift(row)
-    log_total = float(exact_log(_sum_by_lanes(exact_exp(scores))))
-    ids = _largest(row, min(top, row.size)) if top > 0 else np.empty(0, np.int64)
-    return float(scores[token]) - log_total, [(int(i), float(scores[i]) - log_total) for i in ids]
+        raise SakiyomiError(f"no log-probabilities: the largest logit is {best}; the model's output is damaged.")
+    values = (_shift(row[[*ids, token]], best) - log_total).tolist()
+    return values[-1], list(zip(ids, values[:-1], strict=True))
+
+
+def summarize_reference(row: Float32s, top: int) -> tuple[float, float, list[int]]:
+    """The largest logit, the log of the sum of exp(logit - largest), and the ids of the `top` largest above -inf."""
+    best = float(row.max())
+    if not best > -np.inf:
+        return best, np.nan, []
+    shifted = _shift(row, best)
+    log_total = float(exact_log(_sum_by_lanes(exact_exp(shifted))))
+    return best, log_total, [int(i) for i in _largest(row, top) if shifted[i] > -np.inf]
 
 
 # ---------------------------------------------------------------------------------------------- logits to logits
 
 
 def process_logits(logits: Float32s, history: History) -> Float32s:
-    """The logits [V] after min_tokens, logit_bias and the three penalties, in float32; `logits` stays as it is."""
-    row = _row(logits)
-    ids, values = adjust_logits(row, history)
-    if ids.size:
-        row = row.copy()
-        row[ids] = values
+    """The logits [V] after min_tokens, logit_bias and the penalties, in float32; `logits` itself stays as it is.
+
+    The penalties in turn: repetition (each token of prompt, answer and path, once), frequency (times its count in
+    answer and path) and presence.
+    """
+    row, params = _row(logits), history.params
+    too_short = history.position - history.num_prompt < params.min_tokens
+    if not (too_short or params.logit_bias or params.has_penalties):
+        return row
+    row = row.copy()
+    if too_short:
+        row[_banned_ids(history, row.size)] = -np.inf
+    if params.logit_bias:
+        row[_biased_ids(params.logit_bias, row.size)] += np.fromiter(params.logit_bias.values(), np.float32)
+    if params.has_penalties:
+        _penalize(row, history)
     return row
 
 
-def adjust_logits(row: Float32s, history: History) -> tuple[Ids, Float32s]:
-    """The ids, ascending, that min_tokens, logit_bias or a penalty touches, and their new logits.
-
-    Bans and biases come first, then the penalties: repetition (each token of prompt, answer and path once), frequency
-    (by its count in answer and path) and presence.
-    """
-    params, vocab_size = history.params, row.size
-    banned = _banned_ids(history, vocab_size)
-    biased = _biased_ids(params, vocab_size)
-    seen = _distinct_ids(history, 0, vocab_size)[0] if params.repetition_penalty != 1 else NO_IDS
-    repeats = params.frequency_penalty != 0 or params.presence_penalty != 0
-    new, counts = _distinct_ids(history, history.num_prompt, vocab_size) if repeats else (NO_IDS, NO_IDS)
-    parts = [part for part in (banned, biased, seen, new) if part.size]
-    if not parts:
-        return NO_IDS, row[:0]
-    ids = np.unique(np.concatenate(parts))
-    values = row[ids]
-    values[np.searchsorted(ids, banned)] = -np.inf
-    values[np.searchsorted(ids, biased)] += np.fromiter((params.logit_bias or {}).values(), np.float32)
-    places = np.searchsorted(ids, seen)
-    values[places] = _penalize_repetition(values[places], params.repetition_penalty)
-    places = np.searchsorted(ids, new)
-    values[places] -= np.float32(params.frequency_penalty) * counts.astype(np.float32)
-    values[places] -= np.float32(params.presence_penalty)
-    return ids, values
+def _penalize(row: Float32s, history: History) -> None:
+    params = history.params
+    past = np.concatenate([np.asarray(history.tokens, np.int64), np.asarray(history.path, np.int64)])
+    if params.repetition_penalty != 1:
+        seen, _ = _distinct(past, row.size)
+        row[seen] = _penalize_repetition(row[seen], params.repetition_penalty)
+    if params.frequency_penalty != 0 or params.presence_penalty != 0:
+        new, counts = _distinct(past[history.num_prompt :], row.size)
+        row[new] -= np.float32(params.frequency_penalty) * counts.astype(np.float32)
+        row[new] -= np.float32(params.presence_penalty)
 
 
 def _banned_ids(history: History, vocab_size: int) -> Ids:
-    if history.position - history.num_prompt >= history.params.min_tokens:
-        return NO_IDS
     banned = history.end_ids.union(history.params.stop_token_ids or ())
     return np.array([token for token in banned if token < vocab_size], np.int64)
 
 
-def _biased_ids(params: SamplingParams, vocab_size: int) -> Ids:
-    if not params.logit_bias:
-        return NO_IDS
-    highest = max(params.logit_bias)
+def _biased_ids(logit_bias: Mapping[int, float], vocab_size: int) -> Ids:
+    highest = max(logit_bias)
     if highest >= vocab_size:
         raise ParameterError(f"logit_bias names id {highest}; this model's ids are 0 to {vocab_size - 1}.")
-    return np.fromiter(params.logit_bias, np.int64)
+    return np.fromiter(logit_bias, np.int64)
 
 
-def _distinct_ids(history: History, start: int, vocab_size: int) -> tuple[Ids, Ids]:
-    """The distinct ids of the history from position `start` on, ascending, and how often each occurs."""
-    committed = np.asarray(history.tokens[start:] if start else history.tokens, np.int64)
-    path = np.asarray(history.path[max(start - len(history.tokens), 0) :], np.int64)
-    ids, counts = np.unique(np.concatenate([committed, path]), return_counts=True)
-    inside = (ids >= 0) & (ids < vocab_size)
-    return ids[inside], counts[inside]
+def _distinct(ids: Ids, vocab_size: int) -> tuple[Ids, Ids]:
+    """The distinct ids below `vocab_size`, ascending, and how often each occurs."""
+    # Without the counts numpy takes a hash table, which is 20 times slower on some thousands of ids.
+    distinct, counts = np.unique(ids, return_counts=True)
+    num_inside = np.searchsorted(distinct, vocab_size)
+    return distinct[:num_inside], counts[:num_inside]
 
 
 def _penalize_repetition(values: Float32s, penalty: float) -> Float32s:
@@ -166,7 +190,7 @@ def filter_scores(row: Float32s, params: SamplingParams) -> Float64s:
     keeps the shortest run of the remaining tokens, most probable first, that holds top_p of their probability.
     """
     with np.errstate(over="ignore"):
-        scores = _shift(row) / params.temperature
+        scores = _shift(row, row.max()) / params.temperature
     if params.min_p > 0:
         scores[scores < exact_log(params.min_p)] = -np.inf
     if 0 < params.top_k < row.size:
@@ -184,9 +208,8 @@ def filter_scores(row: Float32s, params: SamplingParams) -> Float64s:
     return scores
 
 
-def _shift(row: Float32s) -> Float64s:
-    """row - max(row) in float64; where the maximum is +inf, 0 for the infinite ones and -inf for all others."""
-    best = row.max()
+def _shift(row: Float32s, best: float) -> Float64s:
+    """row - best in float64; where the best is +inf, 0 for the infinite ones and -inf for all others."""
     if best == np.inf:
         return np.where(row == np.inf, 0.0, -np.inf)
     return row.astype(np.float64) - np.float64(best)
@@ -194,6 +217,8 @@ def _shift(row: Float32s) -> Float64s:
 
 def _largest(row: Float32s, k: int) -> Ids:
     """The ids of the k largest logits, largest first, the lower id first among equals."""
+    if k == 0:
+        return NO_IDS
     border = np.partition(row, row.size - k)[row.size - k]
     candidates = np.flatnonzero(row >= border)
     return candidates[np.argsort(-row[candidates], kind="stable")][:k]

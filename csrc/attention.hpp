@@ -1,0 +1,178 @@
+// Which keys each row of a call sees, and the call's caches.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "arrays.hpp"
+#include "kernels.hpp"
+
+namespace sakiyomi {
+
+// Keys and values of one sequence at one layer; element strides.
+struct KeyRows {
+    void* keys;
+    void* values;
+    std::int64_t head_stride, row_stride;
+    std::int64_t length;  // rows before the call's own
+};
+
+struct RowView {
+    std::int32_t sequence;
+    std::int32_t index;     // within the sequence's segment
+    std::int64_t num_own;   // how many of the call's own rows it sees, itself included
+    std::int64_t chain;     // start in RowPlan::chains of those rows, or -1: rows 0 to num_own - 1
+};
+
+// For every row of a call, the path of rows that it attends to beside its sequence's past.
+struct RowPlan {
+    std::vector<RowView> rows;
+    std::vector<std::int32_t> chains;
+
+    // bounds: row offsets of the segments; parents: [R] within the segment, or null for causal rows.
+    static RowPlan trees(const std::vector<std::int64_t>& bounds, const std::int32_t* parents, std::int64_t num_rows) {
+        RowPlan plan;
+        check(!bounds.empty() && bounds.front() == 0 && bounds.back() == num_rows, "bounds must run from 0 to R.");
+        plan.rows.reserve(static_cast<std::size_t>(num_rows));
+        for (std::size_t s = 0; s + 1 < bounds.size(); ++s) {
+            check(bounds[s] <= bounds[s + 1], "bounds must not decrease.");
+            plan.add_segment(static_cast<std::int32_t>(s), bounds[s], bounds[s + 1] - bounds[s], parents);
+        }
+        return plan;
+    }
+
+   private:
+    void add_segment(std::int32_t sequence, std::int64_t start, std::int64_t count, const std::int32_t* parents) {
+        for (std::int32_t i = 0; i < count; ++i) {
+            const std::int32_t parent = parents == nullptr ? i - 1 : parents[start + i];
+            if (parent < -1 || parent >= i)
+                throw std::invalid_argument("row " + std::to_string(i) + " has parent " + std::to_string(parent) +
+                                            "; a parent comes before its children.");
+            RowView row{sequence, i, 1, -1};
+            if (parent >= 0) row.num_own = rows[static_cast<std::size_t>(start + parent)].num_own + 1;
+            const bool follows = parent == i - 1 && (parent < 0 || rows[static_cast<std::size_t>(start + parent)].chain < 0);
+            if (!follows) row.chain = copy_path(start, parent, i);
+            rows.push_back(row);
+        }
+    }
+
+    std::int64_t copy_path(std::int64_t start, std::int32_t parent, std::int32_t own) {
+        const std::int64_t begin = static_cast<std::int64_t>(chains.size());
+        if (parent >= 0) {
+            const RowView& above = rows[static_cast<std::size_t>(start + parent)];
+            for (std::int64_t i = 0; i < above.num_own; ++i)
+                chains.push_back(above.chain < 0 ? static_cast<std::int32_t>(i)
+                                                 : chains[static_cast<std::size_t>(above.chain + i)]);
+        }
+        chains.push_back(own);
+        return begin;
+    }
+};
+
+struct Heads {
+    std::int64_t num_heads, num_kv_heads, head_dim;
+    std::int64_t group() const { return num_heads / num_kv_heads; }
+
+    void check_sizes() const {
+        check(num_kv_heads > 0 && num_heads > 0 && num_heads % num_kv_heads == 0,
+              "the number of query heads must be a multiple of the number of key/value heads.");
+        check(head_dim > 0 && head_dim <= kMaxHeadDim, "head_dim must be 1 to 512.");
+    }
+};
+
+// All rows and heads of an attention, cut into items that threads may take in any way.
+struct Attention {
+    const Kernels* kernels;
+    const RowPlan* plan;
+    Heads heads;
+    bool is_half;
+    std::int64_t window;  // 0: all positions
+    float scale;
+    const float* queries;
+    std::int64_t query_stride;
+    float* outputs;
+    std::int64_t output_stride;
+    std::int64_t heads_per_item;
+
+    // Heads that share keys go together (up to four), unless that would leave threads idle.
+    void choose_items(int num_threads) {
+        const std::int64_t shared = heads.group() < 4 ? heads.group() : 4;
+        const std::int64_t items = static_cast<std::int64_t>(plan->rows.size()) * heads.num_kv_heads;
+        heads_per_item = items >= 4 * num_threads ? shared : 1;
+    }
+    std::int64_t items_per_group() const { return (heads.group() + heads_per_item - 1) / heads_per_item; }
+    std::int64_t num_items() const {
+        return static_cast<std::int64_t>(plan->rows.size()) * heads.num_kv_heads * items_per_group();
+    }
+
+    struct Done {
+        std::int64_t row, first_head, num_heads;
+    };
+
+    // views[sequence]. Items run over rows first, so that neighbours read the same keys.
+    Done run_item(std::int64_t item, const KeyRows* views) const {
+        const std::int64_t num_rows = static_cast<std::int64_t>(plan->rows.size());
+        const std::int64_t row = item % num_rows, part = item / num_rows;
+        const std::int64_t kv_head = part / items_per_group(), offset = part % items_per_group() * heads_per_item;
+        const std::int64_t left = heads.group() - offset;
+        const std::int64_t count = left < heads_per_item ? left : heads_per_item;
+        const std::int64_t first_head = kv_head * heads.group() + offset;
+        const RowView& view = plan->rows[static_cast<std::size_t>(row)];
+        const KeyRows& cache = views[view.sequence];
+        const std::int64_t size = is_half ? 2 : 4, base = kv_head * cache.head_stride * size;
+        const std::int64_t position = cache.length + view.num_own - 1;
+        AttendJob job;
+        job.queries = queries + row * query_stride + first_head * heads.head_dim;
+        job.num_queries = count;
+        job.head_dim = heads.head_dim;
+        job.keys = static_cast<const char*>(cache.keys) + base;
+        job.values = static_cast<const char*>(cache.values) + base;
+        job.key_stride = cache.row_stride;
+        job.length = cache.length;
+        job.chain = view.chain < 0 ? nullptr : plan->chains.data() + view.chain;
+        job.first = window > 0 && position >= window ? position - window + 1 : 0;
+        job.last = position;
+        job.scale = scale;
+        job.outputs = outputs + row * output_stride + first_head * heads.head_dim;
+        (is_half ? kernels->attend_half : kernels->attend_float)(&job);
+        return {row, first_head, count};
+    }
+};
+
+// The caches of a call, checked against its rows.
+class Caches {
+   public:
+    // keys, values: lists of [L, G, C, D] arrays, float16 or float32; lengths: committed slots.
+    Caches(const nb::list& keys, const nb::list& values, const std::vector<std::int64_t>& lengths,
+           const std::vector<std::int64_t>& bounds, std::int64_t num_kv_heads, std::int64_t head_dim);
+
+    bool is_half() const { return is_half_; }
+    std::int64_t num_layers() const { return num_layers_; }
+    std::size_t size() const { return entries_.size(); }
+    KeyRows at(std::size_t sequence, std::int64_t layer) const {
+        const Entry& e = entries_[sequence];
+        const std::int64_t offset = layer * num_kv_heads_ * e.capacity * head_dim_ * (is_half_ ? 2 : 4);
+        return {e.keys + offset, e.values + offset, e.capacity * head_dim_, head_dim_, e.length};
+    }
+
+   private:
+    struct Entry {
+        char* keys;
+        char* values;
+        std::int64_t capacity, length;
+    };
+    bool is_half_ = true;
+    std::int64_t num_layers_ = INT64_MAX, num_kv_heads_, head_dim_;
+    std::vector<Entry> entries_;
+};
+
+// Write one head of one row behind the cache's length, in the cache's precision.
+inline void store_head(const Kernels& kernels, bool is_half, void* target, const float* x, std::int64_t count) {
+    if (is_half)
+        kernels.to_half(x, count, static_cast<std::uint16_t*>(target));
+    else
+        __builtin_memcpy(target, x, static_cast<std::size_t>(count) * sizeof(float));
+}
+
+}  // namespace sakiyomi

@@ -1,0 +1,75 @@
+// Picks the instruction set once, from what processor and operating system offer or from SAKIYOMI_ISA.
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+
+#include "kernels.hpp"
+#ifdef SAKIYOMI_X86
+#include <cpuid.h>
+#endif
+
+namespace sakiyomi {
+namespace {
+
+struct Support {
+    bool avx2 = false, avx512 = false;
+};
+
+#ifdef SAKIYOMI_X86
+// Register state that the operating system saves on a context switch; without it wide registers would be corrupted.
+std::uint64_t saved_state() {
+    std::uint32_t low, high;
+    asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return static_cast<std::uint64_t>(high) << 32 | low;
+}
+
+Support detect() {
+    unsigned a, b, c, d, b7, c7;
+    Support support;
+    if (!__get_cpuid(1, &a, &b, &c, &d)) return support;
+    const bool has_xsave = c >> 27 & 1, has_avx = c >> 28 & 1, has_fma = c >> 12 & 1, has_f16c = c >> 29 & 1;
+    if (!has_xsave || !has_avx || !has_fma || !has_f16c) return support;
+    if (!__get_cpuid_count(7, 0, &a, &b7, &c7, &d)) return support;
+    const std::uint64_t state = saved_state();
+    const auto bit = [](unsigned word, int index) { return (word >> index & 1) != 0; };
+    support.avx2 = (state & 0x6) == 0x6 && bit(b7, 5);
+    support.avx512 = support.avx2 && (state & 0xe6) == 0xe6 && bit(b7, 16) && bit(b7, 17) && bit(b7, 30) &&
+                     bit(b7, 31) && bit(c7, 11);
+    return support;
+}
+#else
+Support detect() { return {}; }
+#endif
+
+const Kernels* find(const std::string& name, const Support& support) {
+    if (name == "portable") return &kPortableKernels;
+#ifdef SAKIYOMI_X86
+    if (name == "avx2" && support.avx2) return &kAvx2Kernels;
+    if (name == "avx512" && support.avx512) return &kAvx512Kernels;
+#else
+    (void)support;
+#endif
+    return nullptr;
+}
+
+const Kernels& choose_kernels() {
+    const Support support = detect();
+    const std::string widest = support.avx512 ? "avx512" : support.avx2 ? "avx2" : "portable";
+    const char* wish = std::getenv("SAKIYOMI_ISA");
+    const std::string name = wish != nullptr && *wish != '\0' ? wish : widest;
+    const Kernels* found = find(name, support);
+    if (found != nullptr) return *found;
+    std::string allowed = "portable";
+    if (support.avx2) allowed += ", avx2";
+    if (support.avx512) allowed += ", avx512";
+    throw std::invalid_argument("SAKIYOMI_ISA=" + name + " is not available here; use one of: " + allowed + ".");
+}
+
+}  // namespace
+
+const Kernels& kernels() {
+    static const Kernels& chosen = choose_kernels();
+    return chosen;
+}
+
+}  // namespace sakiyomi

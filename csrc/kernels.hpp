@@ -1,0 +1,77 @@
+// What one instruction set offers: a table of routines over single rows, or over a range of output blocks.
+//
+// Every routine gives a row the same bits whatever rows or blocks are computed beside it. This header is included by
+// translation units compiled for wide instructions, so it holds plain data only.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace sakiyomi {
+
+enum {
+    kLanes = 16,      // outputs in a block of a packed weight
+    kGroup = 32,      // inputs that share a scale and a min
+    kKeyBlock = 32,   // positions in a block of the online softmax
+    kMaxHeadDim = 512,
+    kQuantBytes = kLanes * kGroup,                // a group's values: [kGroup / 4][kLanes][4]
+    kGroupBytes = kQuantBytes + kLanes * 2 * 2,   // and right behind them 16 scales and 16 mins in half precision
+};
+
+// y[r, n] = residual[r, n] + (sum_k x[r, k] w[n, k] + bias[n]) for a range of blocks of 16 outputs n.
+struct LinearJob {
+    const uint8_t* weights;  // blocks of 16 outputs: group after group of kGroupBytes, or float [K][16]
+    int64_t block_bytes;
+    int64_t num_outputs;
+    int64_t num_inputs;
+    const uint8_t* inputs;  // rows: float [K], or int8 [K], float scale [K / 32], float scale * sum [K / 32]
+    int64_t input_stride;   // bytes from row to row
+    int64_t num_rows;
+    const float* bias;      // or null
+    const float* residual;  // or null; strided as `outputs`, which it may be
+    float* outputs;
+    int64_t output_stride;  // floats from row to row
+};
+
+// Attention of up to four query heads of one row over the keys of one key/value head.
+// The key at position p is row p of the cache below `length`, and row length + chain[p - length] from there on.
+struct AttendJob {
+    const float* queries;  // query h at queries + h * head_dim
+    int64_t num_queries;   // 1 to 4
+    int64_t head_dim;
+    const void* keys;
+    const void* values;
+    int64_t key_stride;    // elements from row to row
+    int64_t length;
+    const int32_t* chain;  // or null: row p everywhere
+    int64_t first, last;   // positions seen, both included
+    float scale;
+    float* outputs;        // like queries
+};
+
+struct Kernels {
+    const char* name;
+    void (*linear_quantized)(const LinearJob* job, int64_t first_block, int64_t last_block);
+    void (*linear_dense)(const LinearJob* job, int64_t first_block, int64_t last_block);
+    void (*quantize)(const float* x, int64_t num_groups, int8_t* values, float* scales, float* scaled_sums);
+    void (*rms_norm)(const float* x, const float* weight, float eps, int64_t width, float* out);
+    void (*rope)(const float* x, const float* cosines, const float* sines, int64_t half, float* out);
+    void (*to_half)(const float* x, int64_t count, uint16_t* out);
+    void (*from_half)(const uint16_t* x, int64_t count, float* out);
+    void (*attend_half)(const AttendJob* job);
+    void (*attend_float)(const AttendJob* job);
+    void (*silu_mul)(const float* gate, const float* up, int64_t count, float* out);
+    void (*add)(const float* x, const float* y, int64_t count, float* out);
+    int64_t (*argmax)(const float* x, int64_t count);
+};
+
+extern const Kernels kPortableKernels;
+#ifdef SAKIYOMI_X86
+extern const Kernels kAvx2Kernels;
+extern const Kernels kAvx512Kernels;
+#endif
+
+// The table in use: the widest that the machine runs, or the one that SAKIYOMI_ISA names. Throws std::invalid_argument.
+const Kernels& kernels();
+
+}  // namespace sakiyomi

@@ -1,0 +1,401 @@
+// The routines of kernels.hpp over the sixteen lanes of a simd_*.hpp included before. Internal linkage throughout, so
+// that no wide instruction leaks into code that the linker shares. Tiling over rows and blocks never changes the
+// sequence of operations that leads to one number.
+#include "kernels.hpp"
+
+namespace {
+
+using sakiyomi::AttendJob;
+using sakiyomi::kGroup;
+using sakiyomi::kGroupBytes;
+using sakiyomi::kKeyBlock;
+using sakiyomi::kLanes;
+using sakiyomi::kMaxHeadDim;
+using sakiyomi::kQuantBytes;
+using sakiyomi::LinearJob;
+
+enum { kAheadBytes = 2304 };  // four groups: far enough for memory to answer, near enough to stay in the first cache
+
+inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// ---------------------------------------------------------------------------------------------- linear
+
+inline void store_outputs(const LinearJob& job, int64_t row, int64_t block, Vf value) {
+    const int64_t n = block * kLanes;
+    const int64_t width = min_of(kLanes, job.num_outputs - n);
+    float* out = job.outputs + row * job.output_stride + n;
+    const float* residual = job.residual ? job.residual + row * job.output_stride + n : nullptr;
+    if (width == kLanes) {
+        if (job.bias) value = add(value, load(job.bias + n));
+        if (residual) value = add(load(residual), value);
+        store(out, value);
+    } else {
+        if (job.bias) value = add(value, load_tail(job.bias + n, width));
+        if (residual) value = add(load_tail(residual, width), value);
+        store_tail(out, value, width);
+    }
+}
+
+template <int ROWS, int BLOCKS, bool IS_FIRST_PASS>
+void quantized_tile(const LinearJob& job, int64_t row, int64_t block) {
+    const int64_t num_groups = job.num_inputs / kGroup;
+    const uint8_t* weights = job.weights + block * job.block_bytes;
+    const int8_t* values[ROWS];
+    const float* scales[ROWS];
+    for (int r = 0; r < ROWS; ++r) {
+        const uint8_t* input = job.inputs + (row + r) * job.input_stride;
+        values[r] = reinterpret_cast<const int8_t*>(input);
+        scales[r] = reinterpret_cast<const float*>(input + job.num_inputs);
+    }
+    Vf total[ROWS][BLOCKS];
+    for (int r = 0; r < ROWS; ++r)
+        for (int b = 0; b < BLOCKS; ++b) total[r][b] = set1(0.0f);
+    for (int64_t group = 0; group < num_groups; ++group) {
+        const uint8_t* here = weights + group * kGroupBytes;
+        if (IS_FIRST_PASS) {
+            const uint8_t* ahead = here + kAheadBytes;
+            if (ahead >= weights + job.block_bytes) ahead += (BLOCKS - 1) * job.block_bytes;
+            for (int b = 0; b < BLOCKS; ++b)
+                for (int line = 0; line < kGroupBytes; line += 64) prefetch(ahead + b * job.block_bytes + line);
+        }
+        Vi sums[ROWS][BLOCKS];
+        for (int r = 0; r < ROWS; ++r)
+            for (int b = 0; b < BLOCKS; ++b) sums[r][b] = zero_int();
+#pragma GCC unroll 8
+        for (int k = 0; k < kGroup / 4; ++k) {
+            Wq w[BLOCKS];
+            for (int b = 0; b < BLOCKS; ++b) w[b] = load_weights(here + b * job.block_bytes + k * 4 * kLanes);
+            for (int r = 0; r < ROWS; ++r) {
+                const Aq a = load_inputs(values[r] + group * kGroup + k * 4);
+                for (int b = 0; b < BLOCKS; ++b) sums[r][b] = dot4(sums[r][b], w[b], a);
+            }
+        }
+        for (int b = 0; b < BLOCKS; ++b) {
+            const uint16_t* halves = reinterpret_cast<const uint16_t*>(here + b * job.block_bytes + kQuantBytes);
+            const Vf scale = load(halves), low = load(halves + kLanes);
+            for (int r = 0; r < ROWS; ++r) {
+                const Vf product = mul(scale, set1(scales[r][group]));
+                total[r][b] = fma(to_float(sums[r][b]), product, total[r][b]);
+                total[r][b] = fma(low, set1(scales[r][num_groups + group]), total[r][b]);
+            }
+        }
+    }
+    for (int r = 0; r < ROWS; ++r)
+        for (int b = 0; b < BLOCKS; ++b) store_outputs(job, row + r, block + b, total[r][b]);
+}
+
+template <int ROWS, int BLOCKS, bool IS_FIRST_PASS>
+void dense_tile(const LinearJob& job, int64_t row, int64_t block) {
+    const uint8_t* bytes = job.weights + block * job.block_bytes;
+    const float* inputs[ROWS];
+    for (int r = 0; r < ROWS; ++r) inputs[r] = reinterpret_cast<const float*>(job.inputs + (row + r) * job.input_stride);
+    Vf total[ROWS][BLOCKS];
+    for (int r = 0; r < ROWS; ++r)
+        for (int b = 0; b < BLOCKS; ++b) total[r][b] = set1(0.0f);
+    for (int64_t k = 0; k < job.num_inputs; ++k) {
+        const uint8_t* here = bytes + k * kLanes * 4;
+        if (IS_FIRST_PASS)
+            for (int b = 0; b < BLOCKS; ++b) prefetch(here + b * job.block_bytes + kAheadBytes);
+        Vf w[BLOCKS];
+        for (int b = 0; b < BLOCKS; ++b) w[b] = load(reinterpret_cast<const float*>(here + b * job.block_bytes));
+        for (int r = 0; r < ROWS; ++r) {
+            const Vf x = set1(inputs[r][k]);
+            for (int b = 0; b < BLOCKS; ++b) total[r][b] = fma(w[b], x, total[r][b]);
+        }
+    }
+    for (int r = 0; r < ROWS; ++r)
+        for (int b = 0; b < BLOCKS; ++b) store_outputs(job, row + r, block + b, total[r][b]);
+}
+
+struct QuantizedTile {
+    template <int ROWS, int BLOCKS, bool IS_FIRST_PASS>
+    static void run(const LinearJob& job, int64_t row, int64_t block) {
+        quantized_tile<ROWS, BLOCKS, IS_FIRST_PASS>(job, row, block);
+    }
+};
+struct DenseTile {
+    template <int ROWS, int BLOCKS, bool IS_FIRST_PASS>
+    static void run(const LinearJob& job, int64_t row, int64_t block) {
+        dense_tile<ROWS, BLOCKS, IS_FIRST_PASS>(job, row, block);
+    }
+};
+
+template <class Tile, int BLOCKS, bool IS_FIRST_PASS>
+void run_rows(const LinearJob& job, int64_t row, int64_t count, int64_t block) {
+    switch (count) {
+        case 1: return Tile::template run<1, BLOCKS, IS_FIRST_PASS>(job, row, block);
+        case 2: return Tile::template run<2, BLOCKS, IS_FIRST_PASS>(job, row, block);
+        case 3: return Tile::template run<3, BLOCKS, IS_FIRST_PASS>(job, row, block);
+        default: return Tile::template run<4, BLOCKS, IS_FIRST_PASS>(job, row, block);
+    }
+}
+
+// All rows over a few neighbouring blocks: the first pass streams them, later passes find them in the cache.
+template <class Tile, int BLOCKS>
+void run_blocks(const LinearJob& job, int64_t block) {
+    run_rows<Tile, BLOCKS, true>(job, 0, min_of(kTileRows, job.num_rows), block);
+    for (int64_t row = kTileRows; row < job.num_rows; row += kTileRows)
+        run_rows<Tile, BLOCKS, false>(job, row, min_of(kTileRows, job.num_rows - row), block);
+}
+
+template <class Tile>
+void run_linear(const LinearJob* job, int64_t first_block, int64_t last_block) {
+    int64_t block = first_block;
+    for (; block + kTileBlocks <= last_block; block += kTileBlocks) run_blocks<Tile, kTileBlocks>(*job, block);
+    for (; block < last_block; ++block) run_blocks<Tile, 1>(*job, block);
+}
+
+// ---------------------------------------------------------------------------------------------- rows
+
+// Symmetric 8-bit values in groups of 32: scale = largest magnitude / 127.
+void quantize(const float* x, int64_t num_groups, int8_t* values, float* scales, float* scaled_sums) {
+    for (int64_t group = 0; group < num_groups; ++group, x += kGroup, values += kGroup) {
+        const Vf x0 = load(x), x1 = load(x + kLanes);
+        const float largest = reduce_max(max(abs(x0), abs(x1)));
+        const bool is_zero = largest < 1e-30f;  // below this 127 / largest could overflow
+        const float scale = is_zero ? 0.0f : largest / 127.0f, inverse = is_zero ? 0.0f : 127.0f / largest;
+        const Vi v0 = round_to_int(mul(x0, set1(inverse))), v1 = round_to_int(mul(x1, set1(inverse)));
+        store_int8(values, v0);
+        store_int8(values + kLanes, v1);
+        scales[group] = scale;
+        scaled_sums[group] = scale * static_cast<float>(reduce_add(add(v0, v1)));
+    }
+}
+
+void rms_norm(const float* x, const float* weight, float eps, int64_t width, float* out) {
+    const int64_t whole = width - width % kLanes, tail = width - whole;
+    Vf squares = set1(0.0f);
+    for (int64_t i = 0; i < whole; i += kLanes) {
+        const Vf v = load(x + i);
+        squares = fma(v, v, squares);
+    }
+    if (tail) {
+        const Vf v = load_tail(x + whole, tail);
+        squares = fma(v, v, squares);
+    }
+    const float mean = reduce_add(squares) / static_cast<float>(width);
+    const Vf inverse = set1(1.0f / sqrt_scalar(mean + eps));
+    for (int64_t i = 0; i < whole; i += kLanes) store(out + i, mul(mul(load(x + i), inverse), load(weight + i)));
+    if (tail) {
+        const Vf v = mul(mul(load_tail(x + whole, tail), inverse), load_tail(weight + whole, tail));
+        store_tail(out + whole, v, tail);
+    }
+}
+
+inline void rotate(Vf x0, Vf x1, Vf cosine, Vf sine, Vf* y0, Vf* y1) {
+    *y0 = sub(mul(x0, cosine), mul(x1, sine));
+    *y1 = add(mul(x1, cosine), mul(x0, sine));
+}
+
+// One head: x and out [2 * half], which may be the same.
+void rope(const float* x, const float* cosines, const float* sines, int64_t half, float* out) {
+    const int64_t whole = half - half % kLanes, tail = half - whole;
+    Vf y0, y1;
+    for (int64_t i = 0; i < whole; i += kLanes) {
+        rotate(load(x + i), load(x + half + i), load(cosines + i), load(sines + i), &y0, &y1);
+        store(out + i, y0);
+        store(out + half + i, y1);
+    }
+    if (tail) {
+        rotate(load_tail(x + whole, tail), load_tail(x + half + whole, tail), load_tail(cosines + whole, tail),
+               load_tail(sines + whole, tail), &y0, &y1);
+        store_tail(out + whole, y0, tail);
+        store_tail(out + half + whole, y1, tail);
+    }
+}
+
+void to_half(const float* x, int64_t count, uint16_t* out) {
+    const int64_t whole = count - count % kLanes, tail = count - whole;
+    for (int64_t i = 0; i < whole; i += kLanes) store_half(out + i, load(x + i));
+    if (tail) store_half_tail(out + whole, load_tail(x + whole, tail), tail);
+}
+
+void from_half(const uint16_t* x, int64_t count, float* out) {
+    const int64_t whole = count - count % kLanes, tail = count - whole;
+    for (int64_t i = 0; i < whole; i += kLanes) store(out + i, load(x + i));
+    if (tail) store_tail(out + whole, load_tail(x + whole, tail), tail);
+}
+
+// e^x for x clamped to [-86, 88]: x = n log 2 + r, a Taylor polynomial in r (error below 6e-9), n into the exponent.
+inline Vf exp_clamped(Vf x) {
+    x = max(set1(-86.0f), min(set1(88.0f), x));
+    const Vi n = round_to_int(mul(x, set1(1.44269504088896341f)));
+    const Vf turns = to_float(n);
+    Vf r = fma(turns, set1(-0.693359375f), x);
+    r = fma(turns, set1(2.12194440054690583e-4f), r);
+    Vf y = set1(1.0f / 5040.0f);
+    y = fma(y, r, set1(1.0f / 720.0f));
+    y = fma(y, r, set1(1.0f / 120.0f));
+    y = fma(y, r, set1(1.0f / 24.0f));
+    y = fma(y, r, set1(1.0f / 6.0f));
+    y = fma(y, r, set1(0.5f));
+    y = fma(y, r, set1(1.0f));
+    y = fma(y, r, set1(1.0f));
+    return scale_by_power(y, n);
+}
+
+inline Vf silu(Vf x) { return div(x, add(set1(1.0f), exp_clamped(sub(set1(0.0f), x)))); }
+
+void silu_mul(const float* gate, const float* up, int64_t count, float* out) {
+    const int64_t whole = count - count % kLanes, tail = count - whole;
+    for (int64_t i = 0; i < whole; i += kLanes) store(out + i, mul(silu(load(gate + i)), load(up + i)));
+    if (tail) store_tail(out + whole, mul(silu(load_tail(gate + whole, tail)), load_tail(up + whole, tail)), tail);
+}
+
+void add_rows(const float* x, const float* y, int64_t count, float* out) {
+    const int64_t whole = count - count % kLanes, tail = count - whole;
+    for (int64_t i = 0; i < whole; i += kLanes) store(out + i, add(load(x + i), load(y + i)));
+    if (tail) store_tail(out + whole, add(load_tail(x + whole, tail), load_tail(y + whole, tail)), tail);
+}
+
+int64_t argmax(const float* x, int64_t count) {
+    const int64_t whole = count - count % kLanes;
+    float largest = x[0];
+    if (whole) {
+        Vf best = load(x);
+        for (int64_t i = kLanes; i < whole; i += kLanes) best = max(load(x + i), best);
+        largest = reduce_max(best);
+    }
+    for (int64_t i = whole; i < count; ++i) largest = largest > x[i] ? largest : x[i];
+    for (int64_t i = 0; i < count; ++i)
+        if (x[i] == largest) return i;
+    return 0;
+}
+
+// ---------------------------------------------------------------------------------------------- attention
+
+template <class Element>
+inline Vf load_part(const Element* p, int64_t index, int64_t whole, int64_t tail) {
+    return index < whole ? load(p + index * kLanes) : load_tail(p + index * kLanes, tail);
+}
+
+// sums[h] += weights[h][i] * value row i, in the order of i, for PARTS vectors of the head.
+template <class Element, int HEADS, int PARTS, bool HAS_TAIL>
+void add_values(const Element* const* rows, int count, const float (*weights)[kKeyBlock], int64_t offset, int64_t tail,
+                float (*sums)[kMaxHeadDim]) {
+    Vf total[HEADS][PARTS];
+    for (int h = 0; h < HEADS; ++h)
+        for (int part = 0; part < PARTS; ++part) total[h][part] = load(sums[h] + offset + part * kLanes);
+    for (int i = 0; i < count; ++i) {
+        Vf value[PARTS];
+        for (int part = 0; part < PARTS; ++part) {
+            const Element* p = rows[i] + offset + part * kLanes;
+            value[part] = HAS_TAIL ? load_tail(p, tail) : load(p);
+        }
+        for (int h = 0; h < HEADS; ++h) {
+            const Vf weight = set1(weights[h][i]);
+            for (int part = 0; part < PARTS; ++part) total[h][part] = fma(value[part], weight, total[h][part]);
+        }
+    }
+    for (int h = 0; h < HEADS; ++h)
+        for (int part = 0; part < PARTS; ++part) store(sums[h] + offset + part * kLanes, total[h][part]);
+}
+
+// Online softmax (Milakov and Gimelshein, 2018) over blocks of positions that start at multiples of kKeyBlock.
+template <class Element, int HEADS>
+void attend_heads(const AttendJob& job) {
+    const int64_t dim = job.head_dim, whole = dim / kLanes, tail = dim % kLanes, num_parts = whole + (tail != 0);
+    const Element* keys = static_cast<const Element*>(job.keys);
+    const Element* values = static_cast<const Element*>(job.values);
+    alignas(64) float queries[HEADS][kMaxHeadDim], sums[HEADS][kMaxHeadDim];
+    alignas(64) float scores[HEADS][kKeyBlock];
+    alignas(64) float rescale[kLanes] = {0.0f};
+    float largest[HEADS], total[HEADS];
+    for (int h = 0; h < HEADS; ++h) {
+        for (int64_t part = 0; part < num_parts; ++part) {
+            store(queries[h] + part * kLanes, load_part(job.queries + h * dim, part, whole, tail));
+            store(sums[h] + part * kLanes, set1(0.0f));
+        }
+        largest[h] = -__builtin_inff();
+        total[h] = 0.0f;
+    }
+    for (int64_t start = job.first - job.first % kKeyBlock; start <= job.last; start += kKeyBlock) {
+        const int low = static_cast<int>(max_of(job.first - start, 0));
+        const int high = static_cast<int>(min_of(job.last - start, kKeyBlock - 1));
+        int64_t rows[kKeyBlock];
+        for (int i = 0; i < kKeyBlock; ++i) {
+            const int64_t position = start + (i < low ? low : i > high ? high : i);
+            const bool is_chained = job.chain && position >= job.length;
+            rows[i] = is_chained ? job.length + job.chain[position - job.length] : position;
+        }
+        for (int half = 0; half < kKeyBlock; half += kLanes) {
+            if (half > high || half + kLanes <= low) {
+                for (int h = 0; h < HEADS; ++h) store(scores[h] + half, set1(-__builtin_inff()));
+                continue;
+            }
+            Vf partial[HEADS][kLanes];
+            for (int i = 0; i < kLanes; ++i) {
+                const Element* key = keys + rows[half + i] * job.key_stride;
+                Vf dot[HEADS];
+                for (int h = 0; h < HEADS; ++h) dot[h] = set1(0.0f);
+                for (int64_t part = 0; part < num_parts; ++part) {
+                    const Vf k = load_part(key, part, whole, tail);
+                    for (int h = 0; h < HEADS; ++h) dot[h] = fma(k, load(queries[h] + part * kLanes), dot[h]);
+                }
+                for (int h = 0; h < HEADS; ++h) partial[h][i] = dot[h];
+            }
+            for (int h = 0; h < HEADS; ++h)
+                store(scores[h] + half, mul(reduce_add_rows(partial[h]), set1(job.scale)));
+        }
+        for (int h = 0; h < HEADS; ++h) {
+            for (int i = 0; i < low; ++i) scores[h][i] = -__builtin_inff();
+            for (int i = high + 1; i < kKeyBlock; ++i) scores[h][i] = -__builtin_inff();
+            const float block_largest = reduce_max(max(load(scores[h]), load(scores[h] + kLanes)));
+            const float now = largest[h] > block_largest ? largest[h] : block_largest;
+            rescale[h] = largest[h] - now;
+            largest[h] = now;
+        }
+        store(rescale, exp_clamped(load(rescale)));
+        for (int h = 0; h < HEADS; ++h) {
+            const Vf now = set1(largest[h]);
+            store(scores[h], exp_clamped(sub(load(scores[h]), now)));
+            store(scores[h] + kLanes, exp_clamped(sub(load(scores[h] + kLanes), now)));
+            for (int i = 0; i < low; ++i) scores[h][i] = 0.0f;
+            for (int i = high + 1; i < kKeyBlock; ++i) scores[h][i] = 0.0f;
+            const float sum = reduce_add(add(load(scores[h]), load(scores[h] + kLanes)));
+            total[h] = total[h] * rescale[h] + sum;
+            const Vf factor = set1(rescale[h]);
+            for (int64_t part = 0; part < num_parts; ++part)
+                store(sums[h] + part * kLanes, mul(load(sums[h] + part * kLanes), factor));
+        }
+        const Element* value_rows[kKeyBlock];
+        float weights[HEADS][kKeyBlock];
+        const int count = high - low + 1;
+        for (int i = 0; i < count; ++i) {
+            value_rows[i] = values + rows[low + i] * job.key_stride;
+            for (int h = 0; h < HEADS; ++h) weights[h][i] = scores[h][low + i];
+        }
+        int64_t part = 0;
+        for (; part + 4 <= whole; part += 4)
+            add_values<Element, HEADS, 4, false>(value_rows, count, weights, part * kLanes, 0, sums);
+        for (; part < whole; ++part)
+            add_values<Element, HEADS, 1, false>(value_rows, count, weights, part * kLanes, 0, sums);
+        if (tail) add_values<Element, HEADS, 1, true>(value_rows, count, weights, part * kLanes, tail, sums);
+    }
+    for (int h = 0; h < HEADS; ++h) {
+        const Vf denominator = set1(total[h]);
+        float* out = job.outputs + h * dim;
+        for (int64_t part = 0; part < whole; ++part)
+            store(out + part * kLanes, div(load(sums[h] + part * kLanes), denominator));
+        if (tail) store_tail(out + whole * kLanes, div(load(sums[h] + whole * kLanes), denominator), tail);
+    }
+}
+
+template <class Element>
+void attend(const AttendJob* job) {
+    switch (job->num_queries) {
+        case 1: return attend_heads<Element, 1>(*job);
+        case 2: return attend_heads<Element, 2>(*job);
+        case 3: return attend_heads<Element, 3>(*job);
+        default: return attend_heads<Element, 4>(*job);
+    }
+}
+
+}  // namespace
+
+#define SAKIYOMI_KERNELS(name)                                                                                     \
+    {                                                                                                              \
+        name, run_linear<QuantizedTile>, run_linear<DenseTile>, quantize, rms_norm, rope, to_half, from_half,      \
+            attend<uint16_t>, attend<float>, silu_mul, add_rows, argmax                                            \
+    }

@@ -1,0 +1,7 @@
+// The routines in plain C++, for any machine.
+#include "simd_portable.hpp"
+#include "kernels_impl.hpp"
+
+namespace sakiyomi {
+const Kernels kPortableKernels = SAKIYOMI_KERNELS("portable");
+}  // namespace sakiyomi

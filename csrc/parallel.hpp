@@ -1,0 +1,217 @@
+// A small thread pool: one body run by a team of threads, with barriers inside it.
+//
+// Waiting spins briefly and then sleeps, so that the pool does not starve other pools (torch) on few cores. Callers are
+// served one after the other. A forked child starts with a fresh pool, since threads do not survive fork.
+#pragma once
+
+#include <atomic>
+#include <cfenv>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <thread>
+#include <vector>
+#if defined(__unix__) || defined(__APPLE__)
+#include <pthread.h>
+#define SAKIYOMI_HAS_FORK 1
+#endif
+
+namespace sakiyomi {
+
+inline constexpr int kMaxThreads = 256;
+inline constexpr int kBarrierSpins = 1000;  // some tens of microseconds
+inline constexpr int kIdleSpins = 2000;     // about the time between two passes of a busy engine
+
+inline void relax_cpu() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#else
+    std::this_thread::yield();
+#endif
+}
+
+// A counter that threads wait on.
+class Gate {
+   public:
+    std::uint32_t value() const { return value_.load(std::memory_order_acquire); }
+
+    void advance() {
+        value_.fetch_add(1);
+        if (num_sleepers_.load() == 0) return;
+        std::lock_guard<std::mutex> lock(mutex_);
+        awake_.notify_all();
+    }
+
+    // Returns the first value seen that differs from `seen`.
+    std::uint32_t wait_past(std::uint32_t seen, int num_spins) {
+        for (int spin = 0; spin < num_spins; ++spin) {
+            const std::uint32_t now = value();
+            if (now != seen) return now;
+            relax_cpu();
+        }
+        std::unique_lock<std::mutex> lock(mutex_);
+        num_sleepers_.fetch_add(1);
+        awake_.wait(lock, [&] { return value_.load() != seen; });
+        num_sleepers_.fetch_sub(1);
+        return value_.load();
+    }
+
+   private:
+    alignas(64) std::atomic<std::uint32_t> value_{0};
+    std::atomic<int> num_sleepers_{0};
+    std::mutex mutex_;
+    std::condition_variable awake_;
+};
+
+// The threads that run one body together.
+class Team {
+   public:
+    int size() const { return size_; }
+
+    // Everything written before it by any thread is seen after it by all.
+    void barrier() {
+        if (size_ == 1) return;
+        const std::uint32_t phase = gate_.value();
+        if (num_arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+            num_arrived_.store(0, std::memory_order_relaxed);
+            gate_.advance();
+        } else {
+            gate_.wait_past(phase, kBarrierSpins);
+        }
+    }
+
+   private:
+    friend class Pool;
+    int size_ = 1;
+    alignas(64) std::atomic<int> num_arrived_{0};
+    Gate gate_;
+};
+
+struct Range {
+    std::int64_t begin, end;
+};
+
+// The share of `rank` when `count` items are split evenly into runs of `unit`.
+inline Range split(std::int64_t count, int rank, int size, std::int64_t unit = 1) {
+    const std::int64_t units = (count + unit - 1) / unit;
+    const std::int64_t begin = units * rank / size * unit, end = units * (rank + 1) / size * unit;
+    return {begin < count ? begin : count, end < count ? end : count};
+}
+
+class Pool {
+   public:
+    static Pool& instance() {
+        Pool* pool = current().load();
+        if (pool != nullptr) return *pool;
+        forget_in_children();
+        Pool* fresh = new Pool();  // never destroyed: its threads may outlive static destructors
+        if (current().compare_exchange_strong(pool, fresh)) return *fresh;
+        delete fresh;
+        return *pool;
+    }
+
+    // Exclusive use of the pool, with scratch memory that stays allocated. Do not hold the GIL while waiting for it.
+    class Lease {
+       public:
+        explicit Lease(int num_threads) : pool_(instance()), lock_(pool_.mutex_), num_threads_(num_threads) {}
+
+        std::byte* scratch(std::size_t num_bytes) { return pool_.scratch(num_bytes); }
+
+        // body(team, rank) on every thread of the team; it must not throw.
+        template <class Body>
+        void run(Body&& body) {
+            pool_.run(num_threads_, body);
+        }
+
+       private:
+        Pool& pool_;
+        std::lock_guard<std::mutex> lock_;
+        int num_threads_;
+    };
+
+   private:
+    struct Worker {
+        Gate start;
+    };
+
+    struct ScratchDeleter {
+        void operator()(std::byte* bytes) const { ::operator delete(bytes, std::align_val_t(64)); }
+    };
+
+    template <class Body>
+    void run(int num_threads, Body& body) {
+        start_workers(num_threads - 1);
+        call_ = [](void* target, Team& team, int rank) { (*static_cast<Body*>(target))(team, rank); };
+        target_ = const_cast<void*>(static_cast<const void*>(&body));
+        team_.size_ = num_threads;
+        for (int i = 0; i < num_threads - 1; ++i) workers_[i]->start.advance();
+        // A library may have switched this thread to flushing subnormals; results must not depend on the thread.
+        std::fenv_t environment;
+        std::fegetenv(&environment);
+        std::fesetenv(FE_DFL_ENV);
+        call_(target_, team_, 0);
+        team_.barrier();
+        std::fesetenv(&environment);
+    }
+
+    void start_workers(int count) {
+        while (static_cast<int>(workers_.size()) < count) {
+            const int rank = static_cast<int>(workers_.size()) + 1;
+            workers_.push_back(std::make_unique<Worker>());
+            Worker* worker = workers_.back().get();
+            try {
+                std::thread([this, worker, rank] { serve(*worker, rank); }).detach();
+            } catch (...) {
+                workers_.pop_back();
+                throw;
+            }
+        }
+    }
+
+    void serve(Worker& worker, int rank) {
+        std::fesetenv(FE_DFL_ENV);
+        for (std::uint32_t seen = 0;;) {
+            worker.start.wait_past(seen, kIdleSpins);
+            ++seen;
+            call_(target_, team_, rank);
+            team_.barrier();
+        }
+    }
+
+    std::byte* scratch(std::size_t num_bytes) {
+        if (num_bytes > scratch_bytes_) {
+            scratch_.reset();
+            scratch_bytes_ = 0;
+            scratch_.reset(static_cast<std::byte*>(::operator new(num_bytes, std::align_val_t(64))));
+            scratch_bytes_ = num_bytes;
+        }
+        return scratch_.get();
+    }
+
+    static std::atomic<Pool*>& current() {
+        static std::atomic<Pool*> pool{nullptr};
+        return pool;
+    }
+
+    static void forget_in_children() {
+#ifdef SAKIYOMI_HAS_FORK
+        static std::atomic<bool> registered{false};
+        if (!registered.exchange(true)) pthread_atfork(nullptr, nullptr, [] { current().store(nullptr); });
+#endif
+    }
+
+    std::mutex mutex_;
+    std::vector<std::unique_ptr<Worker>> workers_;
+    void (*call_)(void*, Team&, int) = nullptr;
+    void* target_ = nullptr;
+    Team team_;
+    std::unique_ptr<std::byte, ScratchDeleter> scratch_;
+    std::size_t scratch_bytes_ = 0;
+};
+
+}  // namespace sakiyomi

@@ -1,0 +1,141 @@
+// Sixteen lanes in two AVX2 registers.
+#include <immintrin.h>
+#include <stdint.h>
+
+namespace {
+
+enum { kTileRows = 3, kTileBlocks = 1 };
+
+struct Vf {
+    __m256 lo, hi;
+};
+struct Vi {
+    __m256i lo, hi;
+};
+// Bytes of four neighbouring inputs, widened to 16 bit: multiplying two 8-bit pairs at once could saturate.
+struct Wq {
+    __m256i lo_even, lo_odd, hi_even, hi_odd;
+};
+struct Aq {
+    __m256i even, odd;
+};
+
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+inline Vf set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline Vf load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline __m256i lanes_below(int64_t n) {
+    const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int32_t>(n)), lanes);
+}
+inline Vf load_tail(const float* p, int64_t n) {
+    if (n <= 8) return {_mm256_maskload_ps(p, lanes_below(n)), _mm256_setzero_ps()};
+    return {_mm256_loadu_ps(p), _mm256_maskload_ps(p + 8, lanes_below(n - 8))};
+}
+inline void store(float* p, Vf a) {
+    _mm256_storeu_ps(p, a.lo);
+    _mm256_storeu_ps(p + 8, a.hi);
+}
+inline void store_tail(float* p, Vf a, int64_t n) {
+    _mm256_maskstore_ps(p, lanes_below(n), a.lo);
+    if (n > 8) _mm256_maskstore_ps(p + 8, lanes_below(n - 8), a.hi);
+}
+inline Vf load(const uint16_t* p) {
+    const __m128i* halves = reinterpret_cast<const __m128i*>(p);
+    return {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
+}
+inline Vf load_tail(const uint16_t* p, int64_t n) {
+    uint16_t padded[16] = {0};
+    __builtin_memcpy(padded, p, static_cast<size_t>(n) * sizeof(uint16_t));
+    return load(padded);
+}
+inline void store_half(uint16_t* p, Vf a) {
+    __m128i* halves = reinterpret_cast<__m128i*>(p);
+    _mm_storeu_si128(halves, _mm256_cvtps_ph(a.lo, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    _mm_storeu_si128(halves + 1, _mm256_cvtps_ph(a.hi, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+inline void store_half_tail(uint16_t* p, Vf a, int64_t n) {
+    uint16_t padded[16];
+    store_half(padded, a);
+    __builtin_memcpy(p, padded, static_cast<size_t>(n) * sizeof(uint16_t));
+}
+
+inline Vf add(Vf a, Vf b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+inline Vf sub(Vf a, Vf b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
+inline Vf mul(Vf a, Vf b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
+inline Vf div(Vf a, Vf b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+inline Vf fma(Vf a, Vf b, Vf c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
+inline Vf max(Vf a, Vf b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
+inline Vf min(Vf a, Vf b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
+inline Vf abs(Vf a) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    return {_mm256_andnot_ps(sign, a.lo), _mm256_andnot_ps(sign, a.hi)};
+}
+
+inline float reduce_add(Vf a) {
+    const __m256 eight = _mm256_add_ps(a.lo, a.hi);
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+inline float reduce_max(Vf a) {
+    const __m256 eight = _mm256_max_ps(a.lo, a.hi);
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+inline __m256 add_halves(Vf a) { return _mm256_add_ps(a.lo, a.hi); }
+// Lane i is the sum of row i, for eight rows.
+inline __m256 reduce_add_eight(const Vf* rows) {
+    const __m256 ab = _mm256_hadd_ps(add_halves(rows[0]), add_halves(rows[1]));
+    const __m256 cd = _mm256_hadd_ps(add_halves(rows[2]), add_halves(rows[3]));
+    const __m256 ef = _mm256_hadd_ps(add_halves(rows[4]), add_halves(rows[5]));
+    const __m256 gh = _mm256_hadd_ps(add_halves(rows[6]), add_halves(rows[7]));
+    const __m256 abcd = _mm256_hadd_ps(ab, cd), efgh = _mm256_hadd_ps(ef, gh);
+    return _mm256_add_ps(_mm256_permute2f128_ps(abcd, efgh, 0x20), _mm256_permute2f128_ps(abcd, efgh, 0x31));
+}
+inline Vf reduce_add_rows(const Vf* rows) { return {reduce_add_eight(rows), reduce_add_eight(rows + 8)}; }
+inline float sqrt_scalar(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
+
+inline Vi zero_int() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline Vi add(Vi a, Vi b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
+inline int32_t reduce_add(Vi a) {
+    const __m256i eight = _mm256_add_epi32(a.lo, a.hi);
+    const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    const __m128i two = _mm_add_epi32(four, _mm_unpackhi_epi64(four, four));
+    return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 1)));
+}
+inline Vi round_to_int(Vf a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }
+inline Vf to_float(Vi a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
+inline __m256 scale_by_power(__m256 a, __m256i exponent) {
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_slli_epi32(exponent, 23)));
+}
+inline Vf scale_by_power(Vf a, Vi exponent) {
+    return {scale_by_power(a.lo, exponent.lo), scale_by_power(a.hi, exponent.hi)};
+}
+inline void store_int8(int8_t* p, Vi a) {
+    const __m256i pairs = _mm256_permute4x64_epi64(_mm256_packs_epi32(a.lo, a.hi), 0xd8);
+    const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+}
+
+inline Wq load_weights(const uint8_t* p) {
+    const __m256i low_bytes = _mm256_set1_epi16(0xff);
+    const __m256i lo = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    const __m256i hi = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32));
+    return {_mm256_and_si256(lo, low_bytes), _mm256_srli_epi16(lo, 8), _mm256_and_si256(hi, low_bytes),
+            _mm256_srli_epi16(hi, 8)};
+}
+inline Aq load_inputs(const int8_t* p) {
+    int32_t four;
+    __builtin_memcpy(&four, p, sizeof four);
+    const __m256i all = _mm256_set1_epi32(four);
+    return {_mm256_srai_epi16(_mm256_slli_epi16(all, 8), 8), _mm256_srai_epi16(all, 8)};
+}
+inline Vi dot4(Vi acc, Wq w, Aq a) {
+    const __m256i lo = _mm256_add_epi32(_mm256_madd_epi16(w.lo_even, a.even), _mm256_madd_epi16(w.lo_odd, a.odd));
+    const __m256i hi = _mm256_add_epi32(_mm256_madd_epi16(w.hi_even, a.even), _mm256_madd_epi16(w.hi_odd, a.odd));
+    return {_mm256_add_epi32(acc.lo, lo), _mm256_add_epi32(acc.hi, hi)};
+}
+
+}  // namespace

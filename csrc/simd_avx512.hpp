@@ -1,0 +1,89 @@
+// Sixteen lanes in one AVX-512 register.
+#include <immintrin.h>
+#include <stdint.h>
+
+namespace {
+
+enum { kTileRows = 4, kTileBlocks = 3 };  // 12 integer and 12 float accumulators of 32 registers
+
+typedef __m512 Vf;
+typedef __m512i Vi;
+typedef __m512i Wq;
+typedef __m512i Aq;
+
+inline __mmask16 first_lanes(int64_t n) { return static_cast<__mmask16>((1u << n) - 1u); }
+
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+inline Vf set1(float x) { return _mm512_set1_ps(x); }
+inline Vf load(const float* p) { return _mm512_loadu_ps(p); }
+inline Vf load_tail(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
+inline void store(float* p, Vf a) { _mm512_storeu_ps(p, a); }
+inline void store_tail(float* p, Vf a, int64_t n) { _mm512_mask_storeu_ps(p, first_lanes(n), a); }
+inline Vf load(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+inline Vf load_tail(const uint16_t* p, int64_t n) {
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(n), p));
+}
+inline __m256i narrow(Vf a) { return _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline void store_half(uint16_t* p, Vf a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(a)); }
+inline void store_half_tail(uint16_t* p, Vf a, int64_t n) { _mm256_mask_storeu_epi16(p, first_lanes(n), narrow(a)); }
+
+inline Vf add(Vf a, Vf b) { return _mm512_add_ps(a, b); }
+inline Vf sub(Vf a, Vf b) { return _mm512_sub_ps(a, b); }
+inline Vf mul(Vf a, Vf b) { return _mm512_mul_ps(a, b); }
+inline Vf div(Vf a, Vf b) { return _mm512_div_ps(a, b); }
+inline Vf fma(Vf a, Vf b, Vf c) { return _mm512_fmadd_ps(a, b, c); }
+inline Vf max(Vf a, Vf b) { return _mm512_max_ps(a, b); }
+inline Vf min(Vf a, Vf b) { return _mm512_min_ps(a, b); }
+inline Vf abs(Vf a) { return _mm512_abs_ps(a); }
+
+inline float reduce_add(Vf a) {
+    const __m256 upper = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a), 1));
+    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a), upper);
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+inline float reduce_max(Vf a) { return _mm512_reduce_max_ps(a); }
+
+// Sums within each quarter of four rows: lanes 4q + j hold the sum of quarter q of row j.
+inline Vf add_quarters(const Vf* rows) {
+    const Vf ab = add(_mm512_unpacklo_ps(rows[0], rows[1]), _mm512_unpackhi_ps(rows[0], rows[1]));
+    const Vf cd = add(_mm512_unpacklo_ps(rows[2], rows[3]), _mm512_unpackhi_ps(rows[2], rows[3]));
+    const __m512d x = _mm512_castps_pd(ab), y = _mm512_castps_pd(cd);
+    return add(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+}
+inline Vf add_neighbours(Vf a, Vf b) {
+    return add(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+}
+// Lane i is the sum of row i.
+inline Vf reduce_add_rows(const Vf* rows) {
+    const Vf q0 = add_quarters(rows), q1 = add_quarters(rows + 4);
+    const Vf q2 = add_quarters(rows + 8), q3 = add_quarters(rows + 12);
+    return add_neighbours(add_neighbours(q0, q1), add_neighbours(q2, q3));
+}
+inline float sqrt_scalar(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
+
+inline Vi zero_int() { return _mm512_setzero_si512(); }
+inline Vi add(Vi a, Vi b) { return _mm512_add_epi32(a, b); }
+inline int32_t reduce_add(Vi a) { return _mm512_reduce_add_epi32(a); }
+inline Vi round_to_int(Vf a) {
+    return _mm512_cvt_roundps_epi32(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+inline Vf to_float(Vi a) { return _mm512_cvtepi32_ps(a); }
+inline Vf scale_by_power(Vf a, Vi exponent) {
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), _mm512_slli_epi32(exponent, 23)));
+}
+inline void store_int8(int8_t* p, Vi a) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(a));
+}
+
+inline Wq load_weights(const uint8_t* p) { return _mm512_loadu_si512(p); }
+inline Aq load_inputs(const int8_t* p) {
+    int32_t four;
+    __builtin_memcpy(&four, p, sizeof four);
+    return _mm512_set1_epi32(four);
+}
+inline Vi dot4(Vi acc, Wq w, Aq a) { return _mm512_dpbusd_epi32(acc, w, a); }
+
+}  // namespace

@@ -1,0 +1,163 @@
+// Sixteen lanes in plain C++.
+#include <math.h>
+#include <string.h>
+
+#include "half.hpp"
+
+namespace {
+
+enum { kTileRows = 4, kTileBlocks = 1 };
+
+struct Vf {
+    float v[16];
+};
+struct Vi {
+    int32_t v[16];
+};
+struct Wq {
+    const uint8_t* p;
+};
+struct Aq {
+    int32_t v[4];
+};
+
+#define LANES for (int i = 0; i < 16; ++i)
+
+inline void prefetch(const void*) {}
+
+inline Vf set1(float x) {
+    Vf r;
+    LANES r.v[i] = x;
+    return r;
+}
+inline Vf load(const float* p) {
+    Vf r;
+    memcpy(r.v, p, sizeof r.v);
+    return r;
+}
+inline Vf load_tail(const float* p, int64_t n) {
+    Vf r = set1(0.0f);
+    memcpy(r.v, p, static_cast<size_t>(n) * sizeof(float));
+    return r;
+}
+inline void store(float* p, Vf a) { memcpy(p, a.v, sizeof a.v); }
+inline void store_tail(float* p, Vf a, int64_t n) { memcpy(p, a.v, static_cast<size_t>(n) * sizeof(float)); }
+inline Vf load(const uint16_t* p) {
+    Vf r;
+    LANES r.v[i] = half_to_float(p[i]);
+    return r;
+}
+inline Vf load_tail(const uint16_t* p, int64_t n) {
+    Vf r = set1(0.0f);
+    for (int64_t i = 0; i < n; ++i) r.v[i] = half_to_float(p[i]);
+    return r;
+}
+inline void store_half(uint16_t* p, Vf a) { LANES p[i] = float_to_half(a.v[i]); }
+inline void store_half_tail(uint16_t* p, Vf a, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) p[i] = float_to_half(a.v[i]);
+}
+
+inline Vf add(Vf a, Vf b) {
+    LANES a.v[i] += b.v[i];
+    return a;
+}
+inline Vf sub(Vf a, Vf b) {
+    LANES a.v[i] -= b.v[i];
+    return a;
+}
+inline Vf mul(Vf a, Vf b) {
+    LANES a.v[i] *= b.v[i];
+    return a;
+}
+inline Vf div(Vf a, Vf b) {
+    LANES a.v[i] /= b.v[i];
+    return a;
+}
+// Two roundings here: this path promises equality with itself only.
+inline Vf fma(Vf a, Vf b, Vf c) {
+    LANES c.v[i] = a.v[i] * b.v[i] + c.v[i];
+    return c;
+}
+// On NaN both return b, as the x86 instructions do.
+inline Vf max(Vf a, Vf b) {
+    LANES a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i];
+    return a;
+}
+inline Vf min(Vf a, Vf b) {
+    LANES a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i];
+    return a;
+}
+inline Vf abs(Vf a) {
+    LANES a.v[i] = a.v[i] < 0.0f ? -a.v[i] : a.v[i];
+    return a;
+}
+inline float reduce_add(Vf a) {
+    for (int width = 8; width > 0; width /= 2)
+        for (int i = 0; i < width; ++i) a.v[i] += a.v[i + width];
+    return a.v[0];
+}
+inline float reduce_max(Vf a) {
+    float r = a.v[0];
+    LANES r = r > a.v[i] ? r : a.v[i];
+    return r;
+}
+inline Vf reduce_add_rows(const Vf* rows) {
+    Vf r;
+    LANES r.v[i] = reduce_add(rows[i]);
+    return r;
+}
+inline float sqrt_scalar(float x) { return sqrtf(x); }
+
+inline Vi zero_int() {
+    Vi r;
+    memset(r.v, 0, sizeof r.v);
+    return r;
+}
+inline Vi add(Vi a, Vi b) {
+    LANES a.v[i] += b.v[i];
+    return a;
+}
+inline int32_t reduce_add(Vi a) {
+    int32_t r = 0;
+    LANES r += a.v[i];
+    return r;
+}
+// Adding 1.5 * 2^23 leaves the nearest integer (ties to even) in the low bits of the sum.
+inline Vi round_to_int(Vf a) {
+    Vi r;
+    LANES {
+        const float shifted = a.v[i] + 12582912.0f;
+        int32_t bits;
+        memcpy(&bits, &shifted, sizeof bits);
+        r.v[i] = bits - 0x4b400000;
+    }
+    return r;
+}
+inline Vf to_float(Vi a) {
+    Vf r;
+    LANES r.v[i] = static_cast<float>(a.v[i]);
+    return r;
+}
+inline Vf scale_by_power(Vf a, Vi exponent) {
+    LANES {
+        uint32_t bits;
+        memcpy(&bits, &a.v[i], sizeof bits);
+        bits += static_cast<uint32_t>(exponent.v[i]) << 23;
+        memcpy(&a.v[i], &bits, sizeof bits);
+    }
+    return a;
+}
+inline void store_int8(int8_t* p, Vi a) {
+    LANES p[i] = static_cast<int8_t>(a.v[i] < -128 ? -128 : a.v[i] > 127 ? 127 : a.v[i]);
+}
+
+inline Wq load_weights(const uint8_t* p) { return {p}; }
+inline Aq load_inputs(const int8_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
+inline Vi dot4(Vi acc, Wq w, Aq a) {
+    LANES acc.v[i] += w.p[4 * i] * a.v[0] + w.p[4 * i + 1] * a.v[1] + w.p[4 * i + 2] * a.v[2] + w.p[4 * i + 3] * a.v[3];
+    return acc;
+}
+
+#undef LANES
+
+}  // namespace

@@ -1,0 +1,364 @@
+// A whole stack of decoder layers in one call: the composed form of ops/base.py with the same routines per row, its
+// phases separated by barriers, without Python or allocation between layers.
+#include <cmath>
+#include <cstring>
+#include <optional>
+#include <vector>
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/vector.h>
+
+#include "arrays.hpp"
+#include "attention.hpp"
+#include "kernels.hpp"
+#include "parallel.hpp"
+#include "weights.hpp"
+
+namespace sakiyomi {
+namespace {
+
+using Matrix = In<float, nb::ndim<2>>;
+using Vector = In<float, nb::ndim<1>>;
+using Ints = In<std::int32_t, nb::ndim<1>>;
+
+struct Layer {
+    const float* input_norm;
+    const PackedWeight* qkv;
+    const float* qkv_bias;
+    const float* q_norm;
+    const float* k_norm;
+    const PackedWeight* output;
+    const float* output_bias;
+    const float* post_norm;
+    const PackedWeight* gate_up;
+    const PackedWeight* down;
+    std::int64_t window;
+};
+
+struct Sizes {
+    std::int64_t hidden, inner;
+    Heads heads;
+    std::int64_t num_slots() const { return heads.num_heads + 2 * heads.num_kv_heads; }
+    std::int64_t qkv_width() const { return num_slots() * heads.head_dim; }
+    std::int64_t attended_width() const { return heads.num_heads * heads.head_dim; }
+};
+
+// The working memory of a pass over `rows` rows, laid out in one piece.
+struct Workspace {
+    float* normed;         // [copies, rows, hidden]
+    std::uint8_t* inputs;  // the same, quantized
+    float* qkv;
+    float* attended;
+    std::uint8_t* attended_inputs;
+    float* gate_up;
+    std::uint8_t* inner_inputs;
+
+    static std::size_t layout(const Sizes& sizes, std::int64_t rows, std::int64_t copies, std::byte* base, Workspace* out) {
+        std::size_t used = 0;
+        const auto take = [&](std::int64_t bytes) {
+            std::byte* place = base + used;
+            used += (static_cast<std::size_t>(bytes) + 63) / 64 * 64;
+            return static_cast<void*>(place);
+        };
+        Workspace space;
+        space.normed = static_cast<float*>(take(copies * rows * sizes.hidden * 4));
+        space.inputs = static_cast<std::uint8_t*>(take(copies * rows * QuantizedRows::stride(sizes.hidden)));
+        space.qkv = static_cast<float*>(take(rows * sizes.qkv_width() * 4));
+        space.attended = static_cast<float*>(take(rows * sizes.attended_width() * 4));
+        space.attended_inputs = static_cast<std::uint8_t*>(take(rows * QuantizedRows::stride(sizes.attended_width())));
+        space.gate_up = static_cast<float*>(take(rows * 2 * sizes.inner * 4));
+        space.inner_inputs = static_cast<std::uint8_t*>(take(rows * QuantizedRows::stride(sizes.inner)));
+        if (out != nullptr) *out = space;
+        return used;
+    }
+};
+
+// One pass, seen by one thread.
+class Pass {
+   public:
+    const Kernels& kernels;
+    const Sizes& sizes;
+    float eps;
+    std::int64_t num_rows;
+    const RowPlan& plan;
+    const Caches& caches;
+    const std::int32_t* positions;
+    const float* table;
+    float* x;  // [rows, hidden], the residual stream
+    Workspace space;
+
+    void run_layer(const Layer& layer, std::int64_t cache_layer, KeyRows* views, Team& team, int rank) const {
+        for (std::size_t s = 0; s < caches.size(); ++s) views[s] = caches.at(s, cache_layer);
+        linear(*layer.qkv, norm(layer.input_norm, *layer.qkv, team, rank), layer.qkv_bias, nullptr, space.qkv, team, rank);
+        team.barrier();
+        rotate_and_store(layer, views, team, rank);
+        team.barrier();
+        const Rows attended = attend(layer, views, team, rank);
+        team.barrier();
+        linear(*layer.output, attended, layer.output_bias, x, x, team, rank);
+        team.barrier();
+        const Rows inner = gate(layer, norm(layer.post_norm, *layer.gate_up, team, rank), team, rank);
+        team.barrier();
+        linear(*layer.down, inner, nullptr, x, x, team, rank);
+        team.barrier();
+    }
+
+    Range my_rows(const Team& team, int rank) const { return split(num_rows, rank, team.size()); }
+
+   private:
+    struct Rows {
+        const void* data;
+        std::int64_t stride;
+    };
+
+    void linear(const PackedWeight& weight, Rows rows, const float* bias, const float* residual, float* out,
+                const Team& team, int rank) const {
+        const Range blocks = split(weight.num_blocks(), rank, team.size());
+        const LinearJob job =
+            linear_job(weight, rows.data, rows.stride, num_rows, bias, residual, out, weight.num_outputs);
+        run_linear(kernels, weight, job, blocks.begin, blocks.end);
+    }
+
+    // Normed rows as the next weight wants them. A single row is cheaper to repeat on every thread than to wait for.
+    Rows norm(const float* weight, const PackedWeight& next, Team& team, int rank) const {
+        const bool is_repeated = num_rows == 1;
+        const std::int64_t copy = is_repeated ? rank : 0, stride = QuantizedRows::stride(sizes.hidden);
+        const Range mine = is_repeated ? Range{0, num_rows} : my_rows(team, rank);
+        float* normed = space.normed + copy * num_rows * sizes.hidden;
+        const QuantizedRows quantized{space.inputs + copy * num_rows * stride, sizes.hidden};
+        for (std::int64_t row = mine.begin; row < mine.end; ++row) {
+            float* out = normed + row * sizes.hidden;
+            kernels.rms_norm(x + row * sizes.hidden, weight, eps, sizes.hidden, out);
+            if (next.is_quantized) quantized.write(kernels, row, out, 0, sizes.hidden);
+        }
+        if (!is_repeated) team.barrier();
+        if (next.is_quantized) return {quantized.bytes, stride};
+        return {normed, sizes.hidden * 4};
+    }
+
+    void rotate_and_store(const Layer& layer, const KeyRows* views, const Team& team, int rank) const {
+        const Heads& heads = sizes.heads;
+        const std::int64_t dim = heads.head_dim, slots = sizes.num_slots();
+        const Range mine = split(num_rows * slots, rank, team.size());
+        for (std::int64_t item = mine.begin; item < mine.end; ++item) {
+            const std::int64_t row = item / slots, slot = item % slots;
+            float* head = space.qkv + item * dim;
+            const bool is_query = slot < heads.num_heads, is_value = slot >= heads.num_heads + heads.num_kv_heads;
+            if (!is_value) {
+                const float* weight = is_query ? layer.q_norm : layer.k_norm;
+                if (weight != nullptr) kernels.rms_norm(head, weight, eps, dim, head);
+                const float* angles = table + positions[row] * dim;
+                kernels.rope(head, angles, angles + dim / 2, dim / 2, head);
+            }
+            if (is_query) continue;
+            const RowView& view = plan.rows[static_cast<std::size_t>(row)];
+            const KeyRows& cache = views[view.sequence];
+            const std::int64_t kv_head = (slot - heads.num_heads) % heads.num_kv_heads;
+            const std::int64_t at = kv_head * cache.head_stride + (cache.length + view.index) * dim;
+            char* target = static_cast<char*>(is_value ? cache.values : cache.keys) + at * (caches.is_half() ? 2 : 4);
+            store_head(kernels, caches.is_half(), target, head, dim);
+        }
+    }
+
+    Rows attend(const Layer& layer, const KeyRows* views, Team& team, int rank) const {
+        const std::int64_t dim = sizes.heads.head_dim, width = sizes.attended_width();
+        Attention attention{&kernels, &plan, sizes.heads, caches.is_half(), layer.window,
+                            static_cast<float>(1.0 / std::sqrt(static_cast<double>(dim))), space.qkv, sizes.qkv_width(),
+                            space.attended, width, 1};
+        attention.choose_items(team.size());
+        const QuantizedRows quantized{space.attended_inputs, width};
+        const bool quantize = layer.output->is_quantized, by_head = dim % kGroup == 0;
+        const Range mine = split(attention.num_items(), rank, team.size());
+        for (std::int64_t item = mine.begin; item < mine.end; ++item) {
+            const Attention::Done done = attention.run_item(item, views);
+            const std::int64_t begin = done.first_head * dim, end = begin + done.num_heads * dim;
+            if (quantize && by_head) quantized.write(kernels, done.row, space.attended + done.row * width, begin, end);
+        }
+        if (quantize && !by_head) {
+            team.barrier();
+            const Range rows = my_rows(team, rank);
+            for (std::int64_t row = rows.begin; row < rows.end; ++row)
+                quantized.write(kernels, row, space.attended + row * width, 0, width);
+        }
+        if (quantize) return {quantized.bytes, QuantizedRows::stride(width)};
+        return {space.attended, width * 4};
+    }
+
+    // silu(gate) * up, written over the gate. Where the width allows, each thread gates the columns that it computed.
+    Rows gate(const Layer& layer, Rows normed, Team& team, int rank) const {
+        const std::int64_t inner = sizes.inner;
+        const LinearJob job = linear_job(*layer.gate_up, normed.data, normed.stride, num_rows, nullptr, nullptr,
+                                         space.gate_up, 2 * inner);
+        Range columns = split(inner, rank, team.size(), kGroup);
+        Range rows{0, num_rows};
+        if (inner % kGroup == 0) {
+            const std::int64_t half = inner / kLanes, begin = columns.begin / kLanes, end = columns.end / kLanes;
+            run_linear(kernels, *layer.gate_up, job, begin, end);
+            run_linear(kernels, *layer.gate_up, job, half + begin, half + end);
+        } else {
+            const Range blocks = split(layer.gate_up->num_blocks(), rank, team.size());
+            run_linear(kernels, *layer.gate_up, job, blocks.begin, blocks.end);
+            team.barrier();
+            columns = {0, inner};
+            rows = my_rows(team, rank);
+        }
+        const QuantizedRows quantized{space.inner_inputs, inner};
+        for (std::int64_t row = rows.begin; row < rows.end; ++row) {
+            float* gate = space.gate_up + row * 2 * inner;
+            kernels.silu_mul(gate + columns.begin, gate + inner + columns.begin, columns.end - columns.begin,
+                             gate + columns.begin);
+            if (layer.down->is_quantized) quantized.write(kernels, row, gate, columns.begin, columns.end);
+        }
+        if (layer.down->is_quantized) return {quantized.bytes, QuantizedRows::stride(inner)};
+        return {space.gate_up, 2 * inner * 4};
+    }
+};
+
+class DecoderStack {
+   public:
+    // layers: tuples (input_norm, qkv, qkv_bias, q_norm, k_norm, output, output_bias, post_norm, gate_up, down, window).
+    DecoderStack(const nb::list& layers, std::int64_t num_heads, std::int64_t num_kv_heads, std::int64_t head_dim,
+                 float eps)
+        : eps_(eps) {
+        sizes_.heads = {num_heads, num_kv_heads, head_dim};
+        sizes_.heads.check_sizes();
+        check(head_dim % 2 == 0, "rope needs an even head width.");
+        check(layers.size() > 0, "a stack needs at least one layer.");
+        for (nb::handle fields : layers) add_layer(nb::cast<nb::tuple>(fields));
+    }
+
+    void run(Matrix x, Ints positions, Matrix table, const nb::list& keys, const nb::list& values,
+             const std::vector<std::int64_t>& lengths, std::int64_t first_layer, const std::vector<std::int64_t>& bounds,
+             std::optional<Ints> parents, const std::vector<std::int64_t>& taps, const nb::list& tap_arrays,
+             Out<float, nb::ndim<2>> out, int num_threads) const {
+        const std::int64_t num_rows = static_cast<std::int64_t>(x.shape(0)), hidden = sizes_.hidden;
+        const std::int64_t num_layers = static_cast<std::int64_t>(layers_.size()), dim = sizes_.heads.head_dim;
+        check_equal("the width of x", static_cast<std::int64_t>(x.shape(1)), hidden);
+        check_equal("the width of out", static_cast<std::int64_t>(out.shape(1)), hidden);
+        check_equal("the number of rows of out", static_cast<std::int64_t>(out.shape(0)), num_rows);
+        check_equal("the number of positions", static_cast<std::int64_t>(positions.shape(0)), num_rows);
+        check_equal("the width of the table", static_cast<std::int64_t>(table.shape(1)), dim);
+        if (parents) check_equal("the number of parents", static_cast<std::int64_t>(parents->shape(0)), num_rows);
+        for (std::int64_t row = 0; row < num_rows; ++row)
+            check(positions.data()[row] >= 0 && positions.data()[row] < static_cast<std::int64_t>(table.shape(0)),
+                  "a position is outside the table.");
+        const RowPlan plan = RowPlan::trees(bounds, parents ? parents->data() : nullptr, num_rows);
+        const Caches caches(keys, values, lengths, bounds, sizes_.heads.num_kv_heads, dim);
+        if (num_rows == 0) return;
+        check(first_layer >= 0 && first_layer + num_layers <= caches.num_layers(), "the cache has too few layers.");
+        const std::vector<float*> tap_rows = check_taps(taps, tap_arrays, num_rows);
+        const Kernels& kernel = kernels();
+        const int team_size = useful_threads(check_threads(num_threads, kMaxThreads), num_rows);
+
+        nb::gil_scoped_release released;
+        Pool::Lease lease(team_size);
+        Workspace space;
+        Workspace::layout(sizes_, num_rows, team_size, lease.scratch(Workspace::layout(sizes_, num_rows, team_size, nullptr, nullptr)),
+                          &space);
+        std::vector<KeyRows> views(caches.size() * static_cast<std::size_t>(team_size));
+        std::memcpy(out.data(), x.data(), static_cast<std::size_t>(num_rows * hidden) * sizeof(float));
+        const Pass pass{kernel,           sizes_,       eps_,       num_rows, plan, caches,
+                        positions.data(), table.data(), out.data(), space};
+        lease.run([&](Team& team, int rank) {
+            KeyRows* my_views = views.data() + caches.size() * static_cast<std::size_t>(rank);
+            const Range mine = pass.my_rows(team, rank);
+            std::size_t tap = 0;
+            for (std::int64_t layer = 0; layer <= num_layers; ++layer) {
+                for (; tap < taps.size() && taps[tap] == layer; ++tap)
+                    std::memcpy(tap_rows[tap] + mine.begin * hidden, pass.x + mine.begin * hidden,
+                                static_cast<std::size_t>((mine.end - mine.begin) * hidden) * sizeof(float));
+                if (layer < num_layers)
+                    pass.run_layer(layers_[static_cast<std::size_t>(layer)], first_layer + layer, my_views, team, rank);
+            }
+        });
+    }
+
+   private:
+    void add_layer(const nb::tuple& fields) {
+        check_equal("the number of fields of a layer", static_cast<std::int64_t>(fields.size()), 11);
+        kept_.push_back(nb::borrow(fields));
+        const auto weight = [&](std::size_t i) { return nb::cast<const PackedWeight*>(fields[i]); };
+        Layer layer;
+        layer.qkv = weight(1);
+        layer.output = weight(5);
+        layer.gate_up = weight(8);
+        layer.down = weight(9);
+        if (layers_.empty()) {
+            sizes_.hidden = layer.qkv->num_inputs;
+            sizes_.inner = layer.down->num_inputs;
+        }
+        check_matrix("qkv", *layer.qkv, sizes_.qkv_width(), sizes_.hidden);
+        check_matrix("output", *layer.output, sizes_.hidden, sizes_.attended_width());
+        check_matrix("gate_up", *layer.gate_up, 2 * sizes_.inner, sizes_.hidden);
+        check_matrix("down", *layer.down, sizes_.hidden, sizes_.inner);
+        layer.input_norm = vector(fields[0], "input_norm", sizes_.hidden, false);
+        layer.qkv_bias = vector(fields[2], "qkv_bias", sizes_.qkv_width(), true);
+        layer.q_norm = vector(fields[3], "q_norm", sizes_.heads.head_dim, true);
+        layer.k_norm = vector(fields[4], "k_norm", sizes_.heads.head_dim, true);
+        layer.output_bias = vector(fields[6], "output_bias", sizes_.hidden, true);
+        layer.post_norm = vector(fields[7], "post_norm", sizes_.hidden, false);
+        layer.window = nb::cast<std::int64_t>(fields[10]);
+        check(layer.window >= 0, "window must not be negative.");
+        layers_.push_back(layer);
+    }
+
+    static void check_matrix(const char* name, const PackedWeight& weight, std::int64_t n, std::int64_t k) {
+        if (weight.num_outputs == n && weight.num_inputs == k) return;
+        throw std::invalid_argument(std::string(name) + " is [" + std::to_string(weight.num_outputs) + ", " +
+                                    std::to_string(weight.num_inputs) + "] but must be [" + std::to_string(n) + ", " +
+                                    std::to_string(k) + "].");
+    }
+
+    static const float* vector(nb::handle field, const char* name, std::int64_t size, bool is_optional) {
+        if (field.is_none()) {
+            check(is_optional, "a layer lacks a norm.");
+            return nullptr;
+        }
+        const Vector array = nb::cast<Vector>(field, false);
+        check_equal(name, static_cast<std::int64_t>(array.shape(0)), size);
+        return array.data();
+    }
+
+    std::vector<float*> check_taps(const std::vector<std::int64_t>& taps, const nb::list& arrays, std::int64_t num_rows) const {
+        check(taps.size() == arrays.size(), "each tap needs an array.");
+        std::vector<float*> rows;
+        for (std::size_t i = 0; i < taps.size(); ++i) {
+            check(taps[i] >= (i == 0 ? 0 : taps[i - 1]) && taps[i] <= static_cast<std::int64_t>(layers_.size()),
+                  "taps must ascend and name layers of the stack.");
+            const auto array = nb::cast<Out<float, nb::ndim<2>>>(arrays[i], false);
+            check_equal("the number of rows of a tap", static_cast<std::int64_t>(array.shape(0)), num_rows);
+            check_equal("the width of a tap", static_cast<std::int64_t>(array.shape(1)), sizes_.hidden);
+            rows.push_back(array.data());
+        }
+        return rows;
+    }
+
+    // Tiny networks are not worth the barriers.
+    int useful_threads(int num_threads, std::int64_t num_rows) const {
+        const Layer& first = layers_.front();
+        std::int64_t weights = 0;
+        for (const PackedWeight* w : {first.qkv, first.output, first.gate_up, first.down})
+            weights += w->num_outputs * w->num_inputs;
+        const std::int64_t useful = 1 + num_rows * weights / 16384;
+        return useful < num_threads ? static_cast<int>(useful) : num_threads;
+    }
+
+    Sizes sizes_{};
+    float eps_;
+    std::vector<Layer> layers_;
+    std::vector<nb::object> kept_;  // the weights and vectors that the layers point into
+};
+
+}  // namespace
+}  // namespace sakiyomi
+
+void bind_stack(nanobind::module_& m) {
+    using namespace sakiyomi;
+    using nb::arg;
+    nb::class_<DecoderStack>(m, "DecoderStack")
+        .def(nb::init<const nb::list&, std::int64_t, std::int64_t, std::int64_t, float>(), arg("layers"),
+             arg("num_heads"), arg("num_kv_heads"), arg("head_dim"), arg("eps"))
+        .def("run", &DecoderStack::run, arg("x").noconvert(), arg("positions").noconvert(), arg("table").noconvert(),
+             arg("keys"), arg("values"), arg("lengths"), arg("layer"), arg("bounds"), arg("parents").noconvert().none(),
+             arg("taps"), arg("tap_arrays"), arg("out").noconvert(), arg("threads"));
+}

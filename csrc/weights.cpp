@@ -1,0 +1,194 @@
+// Packing matrices, and reading single rows back for embeddings.
+#include "weights.hpp"
+
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <new>
+#include <vector>
+#if defined(__unix__) || defined(__APPLE__)
+#include <sys/mman.h>
+#define SAKIYOMI_HAS_MMAP 1
+#endif
+
+#include <nanobind/stl/unique_ptr.h>
+
+#include "arrays.hpp"
+#include "half.hpp"
+#include "parallel.hpp"
+
+namespace sakiyomi {
+
+PackedWeight::PackedWeight(bool quantized, std::int64_t n, std::int64_t k)
+    : is_quantized(quantized), num_outputs(n), num_inputs(k) {
+    check(n > 0 && k > 0, "a weight needs at least one row and one column.");
+    if (quantized && k % kGroup != 0) throw std::invalid_argument("a quantized weight needs K to be a multiple of 32.");
+    bytes = SlabBytes(static_cast<std::size_t>(num_bytes()));
+}
+
+namespace {
+
+constexpr std::size_t kHugePage = std::size_t{2} << 20, kSlabBytes = std::size_t{32} << 20;
+
+std::shared_ptr<void> new_slab(std::size_t num_bytes) {
+#ifdef SAKIYOMI_HAS_MMAP
+    void* start = mmap(nullptr, num_bytes + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (start == MAP_FAILED) throw std::bad_alloc();
+#ifdef MADV_HUGEPAGE
+    madvise(start, num_bytes + kHugePage, MADV_HUGEPAGE);
+#endif
+    return std::shared_ptr<void>(start, [num_bytes](void* p) { munmap(p, num_bytes + kHugePage); });
+#else
+    void* start = std::calloc(num_bytes + kHugePage, 1);
+    if (start == nullptr) throw std::bad_alloc();
+    return std::shared_ptr<void>(start, [](void* p) { std::free(p); });
+#endif
+}
+
+}  // namespace
+
+SlabBytes::SlabBytes(std::size_t num_bytes) {
+    static std::mutex mutex;
+    static std::weak_ptr<void> open_slab;  // the last slab, while anything in it is alive
+    static std::uint8_t* next = nullptr;
+    static std::size_t num_left = 0;
+    const std::size_t rounded = (num_bytes + 63) / 64 * 64;
+    std::lock_guard<std::mutex> lock(mutex);
+    slab_ = open_slab.lock();
+    if (!slab_ || rounded > num_left) {
+        const std::size_t size = rounded > kSlabBytes ? (rounded + kHugePage - 1) / kHugePage * kHugePage : kSlabBytes;
+        slab_ = new_slab(size);
+        const std::size_t offset = reinterpret_cast<std::uintptr_t>(slab_.get()) % kHugePage;
+        open_slab = slab_;
+        next = static_cast<std::uint8_t*>(slab_.get()) + (kHugePage - offset);
+        num_left = size;
+    }
+    bytes_ = next;
+    next += rounded;
+    num_left -= rounded;
+}
+
+namespace {
+
+struct QuantizedSource {
+    const std::uint8_t* values;
+    const std::uint16_t* scales;
+    const std::uint16_t* mins;
+};
+
+void pack_quantized_row(PackedWeight& weight, std::int64_t n, const QuantizedSource& source, std::int64_t row) {
+    const std::int64_t k = weight.num_inputs, num_groups = k / kGroup, lane = n % kLanes;
+    std::uint8_t* block = weight.bytes.get() + n / kLanes * weight.block_bytes();
+    for (std::int64_t group = 0; group < num_groups; ++group) {
+        std::uint8_t* target = block + group * kGroupBytes;
+        for (int quad = 0; quad < kGroup / 4; ++quad)
+            std::memcpy(target + (quad * kLanes + lane) * 4, source.values + row * k + group * kGroup + quad * 4, 4);
+        std::uint8_t* halves = target + kQuantBytes;
+        std::memcpy(halves + lane * 2, source.scales + row * num_groups + group, 2);
+        std::memcpy(halves + (kLanes + lane) * 2, source.mins + row * num_groups + group, 2);
+    }
+}
+
+void pack_dense_row(PackedWeight& weight, std::int64_t n, const float* row) {
+    float* block = reinterpret_cast<float*>(weight.bytes.get() + n / kLanes * weight.block_bytes());
+    for (std::int64_t k = 0; k < weight.num_inputs; ++k) block[k * kLanes + n % kLanes] = row[k];
+}
+
+void unpack_row(const PackedWeight& weight, std::int64_t n, float* out) {
+    const std::uint8_t* block = weight.bytes.get() + n / kLanes * weight.block_bytes();
+    const std::int64_t lane = n % kLanes;
+    if (!weight.is_quantized) {
+        const float* floats = reinterpret_cast<const float*>(block);
+        for (std::int64_t k = 0; k < weight.num_inputs; ++k) out[k] = floats[k * kLanes + lane];
+        return;
+    }
+    for (std::int64_t group = 0; group < weight.num_inputs / kGroup; ++group) {
+        const std::uint8_t* source = block + group * kGroupBytes;
+        std::uint16_t halves[2];
+        std::memcpy(halves, source + kQuantBytes + lane * 2, 2);
+        std::memcpy(halves + 1, source + kQuantBytes + (kLanes + lane) * 2, 2);
+        const float scale = half_to_float(halves[0]), low = half_to_float(halves[1]);
+        for (int i = 0; i < kGroup; ++i) {
+            const float value = static_cast<float>(source[(i / 4 * kLanes + lane) * 4 + i % 4]);
+            out[group * kGroup + i] = scale * value + low;
+        }
+    }
+}
+
+// Parts: (values uint8 [N, K], scales float16 [N, K / 32], mins float16 [N, K / 32]) each.
+std::unique_ptr<PackedWeight> pack_quantized(const nb::list& parts) {
+    std::vector<In<std::uint8_t, nb::ndim<2>>> values;
+    std::vector<AnyInput> scales, mins;
+    std::int64_t n = 0, k = 0;
+    for (nb::handle part : parts) {
+        const nb::tuple fields = nb::cast<nb::tuple>(part);
+        values.push_back(nb::cast<In<std::uint8_t, nb::ndim<2>>>(fields[0], false));
+        scales.push_back(nb::cast<AnyInput>(fields[1], false));
+        mins.push_back(nb::cast<AnyInput>(fields[2], false));
+        k = values.size() == 1 ? static_cast<std::int64_t>(values.back().shape(1)) : k;
+        check_equal("the width of a stacked matrix", static_cast<std::int64_t>(values.back().shape(1)), k);
+        for (const AnyInput& halves : {scales.back(), mins.back()}) {
+            check(is_half(halves) && halves.ndim() == 2, "scales and mins must be float16 [N, K / 32].");
+            check_equal("the number of rows of scales or mins", static_cast<std::int64_t>(halves.shape(0)),
+                        static_cast<std::int64_t>(values.back().shape(0)));
+            check_equal("the width of scales or mins", static_cast<std::int64_t>(halves.shape(1)), k / kGroup);
+        }
+        n += static_cast<std::int64_t>(values.back().shape(0));
+    }
+    auto weight = std::make_unique<PackedWeight>(true, n, k);
+    nb::gil_scoped_release released;
+    n = 0;
+    for (std::size_t part = 0; part < values.size(); ++part) {
+        const QuantizedSource source{values[part].data(), static_cast<const std::uint16_t*>(scales[part].data()),
+                                     static_cast<const std::uint16_t*>(mins[part].data())};
+        for (std::size_t row = 0; row < values[part].shape(0); ++row, ++n)
+            pack_quantized_row(*weight, n, source, static_cast<std::int64_t>(row));
+    }
+    return weight;
+}
+
+// Parts: float32 [N, K] each.
+std::unique_ptr<PackedWeight> pack_dense(const nb::list& parts) {
+    std::vector<In<float, nb::ndim<2>>> matrices;
+    std::int64_t n = 0, k = 0;
+    for (nb::handle part : parts) {
+        matrices.push_back(nb::cast<In<float, nb::ndim<2>>>(part, false));
+        k = matrices.size() == 1 ? static_cast<std::int64_t>(matrices.back().shape(1)) : k;
+        check_equal("the width of a stacked matrix", static_cast<std::int64_t>(matrices.back().shape(1)), k);
+        n += static_cast<std::int64_t>(matrices.back().shape(0));
+    }
+    auto weight = std::make_unique<PackedWeight>(false, n, k);
+    nb::gil_scoped_release released;
+    n = 0;
+    for (const auto& matrix : matrices)
+        for (std::size_t row = 0; row < matrix.shape(0); ++row, ++n)
+            pack_dense_row(*weight, n, matrix.data() + static_cast<std::int64_t>(row) * k);
+    return weight;
+}
+
+void embed(const PackedWeight& weight, In<std::int32_t, nb::ndim<1>> ids, Out<float, nb::ndim<2>> out) {
+    const std::int64_t num_rows = static_cast<std::int64_t>(ids.shape(0));
+    check_equal("the number of rows of out", static_cast<std::int64_t>(out.shape(0)), num_rows);
+    check_equal("the width of out", static_cast<std::int64_t>(out.shape(1)), weight.num_inputs);
+    for (std::int64_t row = 0; row < num_rows; ++row)
+        if (ids.data()[row] < 0 || ids.data()[row] >= weight.num_outputs)
+            throw std::out_of_range("id " + std::to_string(ids.data()[row]) + " is out of range; ids are 0 to " +
+                                    std::to_string(weight.num_outputs - 1) + ".");
+    nb::gil_scoped_release released;
+    for (std::int64_t row = 0; row < num_rows; ++row)
+        unpack_row(weight, ids.data()[row], out.data() + row * weight.num_inputs);
+}
+
+}  // namespace
+}  // namespace sakiyomi
+
+void bind_weights(nanobind::module_& m) {
+    using namespace sakiyomi;
+    nb::class_<PackedWeight>(m, "PackedWeight")
+        .def_static("from_quantized", &pack_quantized, nb::arg("parts"))
+        .def_static("from_dense", &pack_dense, nb::arg("parts"))
+        .def_prop_ro("shape", [](const PackedWeight& w) { return nb::make_tuple(w.num_outputs, w.num_inputs); })
+        .def_prop_ro("is_quantized", [](const PackedWeight& w) { return w.is_quantized; })
+        .def_prop_ro("num_bytes", &PackedWeight::num_bytes);
+    m.def("embed", &embed, nb::arg("weight"), nb::arg("ids").noconvert(), nb::arg("out").noconvert());
+}

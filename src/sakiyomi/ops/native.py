@@ -1,0 +1,354 @@
+"""Ops on numpy arrays and the project's own C++ kernels (csrc/): the CPU engine.
+
+Every row's result is the same bits however many rows, sequences or threads work beside it. All arrays are
+C-contiguous float32; weights are float32 or unsigned 8-bit in groups of 32, caches float32 or float16.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from sakiyomi.errors import MissingExtraError, ParameterError
+from sakiyomi.ops.base import Blocks, Causal, Dense, LayerWeights, Mask, Ops, Past, StackSpec, Tree
+from sakiyomi.types import GROUP_SIZE, Quantized
+
+_native: Any
+try:
+    _native = import_module("sakiyomi._native")
+except ImportError:
+    _native = None
+
+Floats: TypeAlias = npt.NDArray[np.float32]
+Matrix: TypeAlias = "npt.NDArray[Any] | Quantized"
+
+MAX_THREADS = 256
+ROPE_BLOCK = 1024
+_LARGEST_HALF = 65504.0
+_MAX_STACKS = 16
+
+
+class NativeOps(Ops):
+    """The operations in C++ on the CPU.
+
+    Args:
+        dtype: "int8" holds quantized matrices as they are, quantizes float ones whose width is a multiple of 32, and
+            rounds the inputs of `linear` to 8 bits in groups of 32; caches are float16. "float32" rounds nothing.
+        threads: threads that share the work of an operation; None takes the CPUs that this process may use.
+
+    Raises:
+        MissingExtraError: the package was installed without its C++ kernels.
+        ParameterError: a wrong argument, or SAKIYOMI_ISA names an instruction set that this machine lacks.
+    """
+
+    name = "native"
+    is_bit_exact = True
+
+    def __init__(self, *, dtype: Literal["int8", "float32"] = "int8", threads: int | None = None) -> None:
+        if _native is None:
+            raise MissingExtraError(
+                "the native kernels are not built; install a C++17 compiler and reinstall sakiyomi, "
+                'or pip install "sakiyomi[torch]" and use the torch backend.'
+            )
+        if dtype not in ("int8", "float32"):
+            raise ParameterError(f"dtype={dtype!r} is not allowed; give 'int8' or 'float32'.")
+        if threads is not None and not (type(threads) is int and 1 <= threads <= MAX_THREADS):
+            raise ParameterError(
+                f"threads={threads!r} is not allowed; give an integer from 1 to {MAX_THREADS} or None."
+            )
+        try:
+            self.isa: str = _native.isa()
+        except ValueError as error:
+            raise ParameterError(str(error)) from None
+        self.dtype = dtype
+        self.threads = count_cpus() if threads is None else threads
+        self._rope_tables: dict[tuple[bytes, float], Floats] = {}
+        self._stacks: dict[tuple[int, int, int], tuple[tuple[LayerWeights, ...], StackSpec, Any]] = {}
+
+    # ---- arrays and weights
+
+    def array(self, values: npt.NDArray[Any]) -> Floats:
+        return _floats(values)
+
+    def weight(self, matrix: Matrix | Sequence[Matrix]) -> Any:
+        parts = [matrix] if isinstance(matrix, np.ndarray | Quantized) else list(matrix)
+        if not parts or any(len(part.shape) != 2 for part in parts):
+            raise ParameterError("a weight is a matrix [N, K], or several over the same input.")
+        if self.dtype == "int8" and all(_can_quantize(part) for part in parts):
+            return _native.PackedWeight.from_quantized([_fields(quantize(part)) for part in parts])
+        return _native.PackedWeight.from_dense(
+            [_floats(part.dequantize() if isinstance(part, Quantized) else part) for part in parts]
+        )
+
+    def to_numpy(self, x: Floats) -> Floats:
+        return x
+
+    def new_kv(
+        self, num_layers: int, num_kv_heads: int, head_dim: int, capacity: int
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        shape = (num_layers, num_kv_heads, capacity, head_dim)
+        dtype = np.float16 if self.dtype == "int8" else np.float32
+        return np.empty(shape, dtype), np.empty(shape, dtype)
+
+    # ---- operations
+
+    def embed(self, table: Any, ids: npt.NDArray[np.int32]) -> Floats:
+        ids = _ints(ids)
+        out = np.empty((len(ids), table.shape[1]), np.float32)
+        _native.embed(table, ids, out)
+        return out
+
+    def linear(self, x: Floats, weight: Any, bias: Floats | None = None) -> Floats:
+        out = np.empty((len(x), weight.shape[0]), np.float32)
+        _native.linear(_floats(x), weight, bias, out, self.threads)
+        return out
+
+    def rms_norm(self, x: Floats, weight: Floats, eps: float) -> Floats:
+        rows = _floats(x).reshape(-1, x.shape[-1])
+        out = np.empty_like(rows)
+        _native.rms_norm(rows, weight, eps, out, self.threads)
+        return out.reshape(x.shape)
+
+    def rope(
+        self, x: Floats, positions: npt.NDArray[np.int32], inv_freq: npt.NDArray[np.float32], scale: float = 1.0
+    ) -> Floats:
+        positions = _ints(positions)
+        x = _floats(x)
+        out = np.empty_like(x)
+        _native.rope(x, positions, self._rope_table(positions, inv_freq, scale), out, self.threads)
+        return out
+
+    def store(self, past: Past, k: Floats, v: Floats, bounds: Sequence[int]) -> tuple[Floats, Floats]:
+        k, v = _floats(k), _floats(v)
+        stored_k, stored_v = np.empty_like(k), np.empty_like(v)
+        _native.store(k, v, *_caches(past), past.layer, list(bounds), stored_k, stored_v)
+        return stored_k, stored_v
+
+    def attend(
+        self, q: Floats, k: Floats, v: Floats, past: Past | None, mask: Mask, window: int | None = None
+    ) -> Floats:
+        q = _floats(q)
+        num_rows, num_heads, width = q.shape
+        out = np.empty((num_rows, num_heads * width), np.float32)
+        scale = float(width) ** -0.5
+        if past is None:
+            offsets, columns = _visible_rows(mask, num_rows)
+            _native.attend_rows(q, _floats(k), _floats(v), offsets, columns, _window(window), scale, out, self.threads)
+            return out
+        bounds, parents = _segments(mask)
+        _native.attend_cache(
+            q, k.shape[1], *_caches(past), past.layer, bounds, parents, _window(window), scale, out, self.threads
+        )
+        return out
+
+    def silu_mul(self, gate_up: Floats) -> Floats:
+        rows = _floats(gate_up).reshape(-1, gate_up.shape[-1])
+        out = np.empty((len(rows), rows.shape[1] // 2), np.float32)
+        _native.silu_mul(rows, out, self.threads)
+        return out.reshape(*gate_up.shape[:-1], out.shape[-1])
+
+    def add(self, x: Floats, y: Floats) -> Floats:
+        if x.shape != y.shape:
+            raise ParameterError(f"cannot add {x.shape} and {y.shape}; give two arrays of one shape.")
+        out = np.empty(x.shape, np.float32)
+        _native.add(_floats(x).reshape(-1), _floats(y).reshape(-1), out.reshape(-1), self.threads)
+        return out
+
+    def argmax(self, x: Floats) -> npt.NDArray[np.int64]:
+        out = np.empty(len(x), np.int64)
+        _native.argmax(_floats(x), out, self.threads)
+        return out
+
+    # ---- a decoder stack, fused
+
+    def decoder_stack(
+        self,
+        x: Floats,
+        layers: Sequence[LayerWeights],
+        spec: StackSpec,
+        positions: npt.NDArray[np.int32],
+        past: Past | None,
+        mask: Mask,
+        taps: Sequence[int] = (),
+    ) -> tuple[Floats, list[Floats]]:
+        if past is None or not layers:
+            return super().decoder_stack(x, layers, spec, positions, past, mask, taps)
+        x, positions = _floats(x), _ints(positions)
+        bounds, parents = _segments(mask)
+        table = self._rope_table(positions, spec.inv_freq, spec.rope_scale)
+        out, tapped = np.empty_like(x), [np.empty_like(x) for _ in taps]
+        self._stack(layers, spec).run(
+            x, positions, table, *_caches(past), past.layer, bounds, parents, list(taps), tapped, out, self.threads
+        )
+        return out, tapped
+
+    def _stack(self, layers: Sequence[LayerWeights], spec: StackSpec) -> Any:
+        """The C++ form of the layers, kept for the next call with the same ones."""
+        key = (id(layers[0]), len(layers), id(spec))
+        entry = self._stacks.get(key)
+        if entry is None or entry[1] is not spec or any(a is not b for a, b in zip(entry[0], layers, strict=True)):
+            fields = [_layer_fields(layer, spec.window(i)) for i, layer in enumerate(layers)]
+            stack = _native.DecoderStack(fields, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.eps)
+            entry = (tuple(layers), spec, stack)
+            if len(self._stacks) >= _MAX_STACKS:
+                self._stacks.clear()
+            self._stacks[key] = entry
+        return entry[2]
+
+    # ---- helpers
+
+    def _rope_table(self, positions: npt.NDArray[np.int32], inv_freq: npt.NDArray[np.float32], scale: float) -> Floats:
+        """Cosines and sines [P, D] that cover the positions, grown in whole blocks."""
+        key = (inv_freq.tobytes(), float(scale))
+        table = self._rope_tables.get(key)
+        needed = int(positions.max(initial=0)) + 1
+        if table is None or len(table) < needed:
+            first = 0 if table is None else len(table) // ROPE_BLOCK
+            blocks = [_rope_block(i, inv_freq, scale) for i in range(first, -(-needed // ROPE_BLOCK))]
+            table = np.concatenate(blocks if table is None else [table, *blocks])
+            self._rope_tables[key] = table
+        return table
+
+
+def count_cpus() -> int:
+    """CPUs that this process may use, by affinity and by the quota of its control group; at least 1."""
+    try:
+        count = len(os.sched_getaffinity(0))
+    except AttributeError:
+        count = os.cpu_count() or 1
+    quota = _cgroup_quota()
+    if quota is not None:
+        count = min(count, max(1, int(quota)))
+    return max(1, min(count, MAX_THREADS))
+
+
+def quantize(matrix: Matrix) -> Quantized:
+    """An [N, K] matrix in unsigned 8-bit values, scale and min per group of 32; quantized ones stay as they are.
+
+    Min is rounded down and scale up, so that every value of the group lies inside the range.
+    """
+    if isinstance(matrix, Quantized):
+        return matrix
+    groups = _floats(matrix).reshape(matrix.shape[0], -1, GROUP_SIZE)
+    lowest, highest = groups.min(axis=2), groups.max(axis=2)
+    mins = _round_half(lowest, -np.inf)
+    low = mins.astype(np.float32)
+    scales = _round_half((highest - low) / np.float32(255.0), np.inf)
+    steps = scales.astype(np.float32)
+    inverse = np.divide(np.float32(1.0), steps, out=np.zeros_like(steps), where=steps > 0)
+    values = np.rint((groups - low[:, :, None]) * inverse[:, :, None])
+    return Quantized(np.clip(values, 0, 255).astype(np.uint8).reshape(matrix.shape), scales, mins)
+
+
+def _round_half(values: Floats, towards: float) -> npt.NDArray[np.float16]:
+    nearest = values.astype(np.float16)
+    overshoot = nearest.astype(np.float32) - values
+    is_wrong = overshoot > 0 if towards < 0 else overshoot < 0
+    return np.where(is_wrong, np.nextafter(nearest, np.float16(towards)), nearest)
+
+
+def _can_quantize(matrix: Matrix) -> bool:
+    if isinstance(matrix, Quantized):
+        return True
+    return matrix.shape[1] % GROUP_SIZE == 0 and bool(np.abs(matrix).max(initial=0.0) <= _LARGEST_HALF / 2)
+
+
+def _fields(matrix: Quantized) -> tuple[npt.NDArray[Any], ...]:
+    return tuple(np.ascontiguousarray(field) for field in (matrix.values, matrix.scales, matrix.mins))
+
+
+def _floats(x: npt.NDArray[Any]) -> Floats:
+    return np.ascontiguousarray(x, np.float32)
+
+
+def _ints(x: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+    return np.ascontiguousarray(x, np.int32)
+
+
+def _layer_fields(layer: LayerWeights, window: int | None) -> tuple[Any, ...]:
+    return (
+        layer.input_norm,
+        layer.qkv,
+        layer.qkv_bias,
+        layer.q_norm,
+        layer.k_norm,
+        layer.output,
+        layer.output_bias,
+        layer.post_norm,
+        layer.gate_up,
+        layer.down,
+        _window(window),
+    )
+
+
+def _window(window: int | None) -> int:
+    if window is not None and window < 1:
+        raise ParameterError(f"window={window} is not allowed; give at least 1, or None.")
+    return window or 0
+
+
+def _caches(past: Past) -> tuple[list[Any], list[Any], list[int]]:
+    slots = past.slots
+    return [s.keys for s in slots], [s.values for s in slots], [s.length for s in slots]
+
+
+def _segments(mask: Mask) -> tuple[list[int], npt.NDArray[np.int32] | None]:
+    if isinstance(mask, Tree):
+        return list(mask.bounds), _ints(mask.parents)
+    if isinstance(mask, Causal):
+        return list(mask.bounds), None
+    raise ParameterError(f"{type(mask).__name__} masks take no past; use Causal or Tree.")
+
+
+def _visible_rows(mask: Mask, num_rows: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+    """For each row the rows it attends to, in order: offsets [R + 1] into the columns."""
+    visible = [_ints(np.asarray(rows)) for rows in _rows_of(mask, num_rows)]
+    offsets = np.zeros(num_rows + 1, np.int64)
+    np.cumsum([len(rows) for rows in visible], out=offsets[1:])
+    return offsets, np.concatenate(visible) if visible else np.zeros(0, np.int32)
+
+
+def _rows_of(mask: Mask, num_rows: int) -> list[Any]:
+    if isinstance(mask, Dense):
+        return [np.flatnonzero(row) for row in mask.allowed]
+    if isinstance(mask, Blocks):
+        return [np.flatnonzero(mask.doc_ids[: row + 1] == mask.doc_ids[row]) for row in range(num_rows)]
+    rows: list[Any] = []
+    for start, stop in zip(mask.bounds, mask.bounds[1:], strict=False):
+        if isinstance(mask, Causal):
+            rows += [np.arange(start, row + 1) for row in range(start, stop)]
+            continue
+        for row in range(start, stop):
+            parent = int(mask.parents[row])
+            above = rows[start + parent] if parent >= 0 else np.zeros(0, np.int32)
+            rows.append(np.append(above, row))
+    return rows
+
+
+def _rope_block(index: int, inv_freq: npt.NDArray[np.float32], scale: float) -> Floats:
+    """Cosines and sines of one block of positions, always computed in the same shape so that none depends on growth."""
+    positions = np.arange(index * ROPE_BLOCK, (index + 1) * ROPE_BLOCK, dtype=np.float32)
+    angles = (positions[:, None] * inv_freq.astype(np.float32)[None, :]).astype(np.float64)
+    factor = np.float32(scale)
+    return np.concatenate([np.cos(angles).astype(np.float32) * factor, np.sin(angles).astype(np.float32) * factor], 1)
+
+
+def _cgroup_quota() -> float | None:
+    """CPUs that the control group grants, or None without a limit."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        pass
+    try:
+        folder = Path("/sys/fs/cgroup/cpu")
+        micros = int((folder / "cpu.cfs_quota_us").read_text())
+        return micros / int((folder / "cpu.cfs_period_us").read_text()) if micros > 0 else None
+    except (OSError, ValueError):
+        return None
