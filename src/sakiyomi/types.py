@@ -5,7 +5,7 @@ Shapes: M rows of a span, R packed rows of a call, V vocabulary, D width of the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
@@ -145,7 +145,7 @@ class TextWatcher(Protocol):
         ...
 
 
-@dataclass
+@dataclass(eq=False)
 class Sequence:
     """One answer in the making. Between steps `cache.length == len(tokens) - 1`.
 
@@ -156,7 +156,7 @@ class Sequence:
         speculation: False drafts nothing for this request, an int caps its drafts, True leaves it to the engine.
     """
 
-    id: int
+    id: str
     tokens: list[int]
     num_prompt: int
     params: SamplingParams
@@ -301,8 +301,24 @@ class Verdict:
     tokens: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class DrafterContext:
+    """What a drafter is built beside: `Drafter(config, context)`.
+
+    Attributes:
+        target: the model that verifies.
+        load_model: loads a second model by name and checks that it shares the target's tokenizer.
+    """
+
+    target: Model
+    load_model: Callable[[str], Model]
+
+
 class Drafter(Protocol):
-    """Guesses. Only `propose` is required of an implementation; derive from this class to inherit the rest."""
+    """Guesses. Only `propose` is required of an implementation; derive from this class to inherit the rest.
+
+    What it keeps for a sequence lives in `sequence.memo`, so that one drafter serves several threads.
+    """
 
     taps: tuple[int, ...] = ()
     needs_all_taps: bool = False
@@ -315,9 +331,13 @@ class Drafter(Protocol):
         """A committed run of positions from `start`, with their taps [len(tokens), D]; in order, without gaps."""
         return None
 
+    def rewind(self, sequence: Sequence, length: int) -> None:
+        """The sequence's tokens from `length` on were replaced (a new chat turn); forget at least those."""
+        self.forget(sequence)
+
     def forget(self, sequence: Sequence) -> None:
         """The sequence is over; drop what was kept for it."""
-        return None
+        sequence.memo = None
 
 
 class Verifier(Protocol):

@@ -214,6 +214,10 @@ class Ops(ABC):
     def add(self, x: Array, y: Array) -> Array:
         """x + y."""
 
+    def concat(self, parts: Sequence[Array]) -> Array:
+        """Arrays [R, N_i] side by side: [R, sum of N_i]. This form is for numpy arrays."""
+        return np.concatenate(parts, axis=-1)
+
     @abstractmethod
     def argmax(self, x: Array) -> npt.NDArray[np.int64]:
         """The lowest index of the largest value of each row: [R, N] -> [R]."""

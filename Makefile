@@ -1,0 +1,66 @@
+# make setup | check | test | demo | build | clean        (PYTHON=python3.12 picks another interpreter)
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+PYTEST_ARGS ?= -n 2 --dist loadfile -m "not slow"
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+NATIVE_SOURCES := CMakeLists.txt pyproject.toml $(wildcard csrc/* csrc/*/*)
+
+.PHONY: help setup build check test demo clean
+
+help:
+	@sed -n '1s/^# //p' Makefile
+
+# ---------------------------------------------------------------------------------------------- set-up
+# A stamp per finished stage, so that a second call redoes nothing that still holds.
+
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "sakiyomi needs Python 3.11 or later, and $(PYTHON) is " + sys.version.split()[0] + "; say for example: make PYTHON=python3.12")'
+	@echo "set-up: virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install --upgrade "pip>=25.1"
+	@touch $@
+
+# Editable, so that a changed Python file needs no build; the extension is compiled into the environment.
+$(VENV)/.built: $(VENV)/.made $(NATIVE_SOURCES)
+	@echo "set-up: building sakiyomi and installing what it needs at run time"
+	@$(PIP) install --group build
+	@$(PIP) install --no-build-isolation --config-settings build-dir=build/venv --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.built constraints-dev.txt
+	@echo "set-up: installing what development needs"
+	@$(PIP) install --constraint constraints-dev.txt --group dev
+	@touch $@
+
+build: $(VENV)/.built ;
+
+setup: $(VENV)/.dev ;
+
+# ---------------------------------------------------------------------------------------------- gates
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_layers.py
+
+# Real-model tests take the file named here; without a network they are skipped and say why.
+test:
+	@start=$$SECONDS; $(MAKE) --no-print-directory setup; \
+	model=$${SAKIYOMI_TEST_MODEL:-$$($(BIN)/sakiyomi pull smollm2 || echo)}; \
+	echo "set-up and build: $$((SECONDS - start)) s"; start=$$SECONDS; \
+	SAKIYOMI_TEST_MODEL="$$model" $(BIN)/python -m pytest $(PYTEST_ARGS) && code=0 || code=$$?; \
+	echo "tests: $$((SECONDS - start)) s"; exit $$code
+
+demo: build
+	@$(BIN)/sakiyomi demo
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -f src/sakiyomi/_native*.so

@@ -1,0 +1,204 @@
+"""Is the text the same with speculation as without, and are the logits the same bits?
+
+    python benchmarks/identity.py --spec-bench path/to/question.jsonl
+
+Every prompt is answered plainly and alone, then by each drafter, at each temperature, alone and in a batch. Each run
+must give the ids of the plain one, and every row of logits that chose a token must be the same bits. Prints a table,
+and as its last line one JSON object. Exit code 0 only if nothing differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+
+from sakiyomi import LLM, RequestOutput, SamplingParams
+from sakiyomi.assemble import LoadedModel, ModelOptions, load_model
+from sakiyomi.drafters.model import ModelDrafter
+from sakiyomi.drafters.ngram import NgramDrafter
+from sakiyomi.drafters.none import NoneDrafter
+from sakiyomi.drafters.planted import PlantedDrafter, scatter
+from sakiyomi.types import Cache, Drafter, DrafterContext, History, Model, Output, Span
+
+Digests = dict[tuple[tuple[int, ...], int], bytes]
+"""(ids of the prompt, position of a token) -> digest of the logits that chose it."""
+
+OWN_PROMPTS = (
+    "Why is the sky blue?",
+    "Write a short poem about the sea, then repeat its first line three times.",
+    "List the first ten prime numbers, then list them again in reverse order.",
+)
+TEMPERATURES = (0.0, 0.7, 1.0)
+SINGLE_TURN_GROUPS = ("translation", "summarization", "qa", "math_reasoning", "rag")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run over all prompts against the plain run."""
+
+    drafter: str
+    temperature: float
+    batch: int
+    num_prompts: int
+    num_same_ids: int
+    num_rows: int
+    num_same_rows: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    mean_acceptance_length: float
+
+    @property
+    def is_identical(self) -> bool:
+        return self.num_same_ids == self.num_prompts and self.num_same_rows == self.num_rows
+
+
+class RecordingModel(Model):
+    """A model that notes the digest of each row of logits that is asked to choose a token."""
+
+    def __init__(self, model: Model, digests: Digests) -> None:
+        self.info = model.info
+        self._model = model
+        self._digests = digests
+
+    def new_cache(self) -> Cache:
+        return self._model.new_cache()
+
+    def forward(self, spans: Seq[Span]) -> list[Output]:
+        return [_RecordingOutput(output, self._digests) for output in self._model.forward(spans)]
+
+    def shallow(self, num_layers: int) -> Model:
+        return self._model.shallow(num_layers)
+
+
+class _RecordingOutput:
+    def __init__(self, output: Output, digests: Digests) -> None:
+        self._output = output
+        self._digests = digests
+        self.taps = output.taps
+        self.row = output.row
+        self.argmax = output.argmax
+
+    def choose(self, i: int, history: History) -> int:
+        prompt = tuple(history.tokens[: history.num_prompt])
+        self._digests[prompt, history.position] = blake2b(self.row(i).tobytes(), digest_size=8).digest()
+        return self._output.choose(i, history)
+
+
+def compare(
+    loaded: LoadedModel,
+    prompts: Seq[Seq[int]],
+    *,
+    num_tokens: int,
+    temperatures: Seq[float] = TEMPERATURES,
+    batches: Seq[int] = (1, 8),
+    seed: int = 20,
+) -> list[Row]:
+    """Answer the prompts in every way and compare each with the plain way, one prompt at a time."""
+    rows = []
+    for temperature in temperatures:
+        top_p = 1.0 if temperature == 0 else 0.9
+        params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=num_tokens)
+        plain, plain_digests = answer(loaded, NoneDrafter(), prompts, params, 1)
+        truth = {tuple(one.prompt_token_ids): one.outputs[0].token_ids for one in plain}
+        for name, drafter in _drafters(loaded, truth).items():
+            for batch in batches:
+                if name == "none" and batch == 1:
+                    continue
+                answers, digests = answer(loaded, drafter, prompts, params, batch)
+                rows.append(_compare(name, temperature, batch, plain, plain_digests, answers, digests))
+                print(_format(rows[-1]), flush=True)
+    return rows
+
+
+def _drafters(loaded: LoadedModel, truth: Mapping[tuple[int, ...], Seq[int]]) -> dict[str, Drafter]:
+    model = loaded.model
+    itself = ModelDrafter(ModelDrafter.Config(model="itself"), DrafterContext(model, lambda name: model))
+    trees = PlantedDrafter(PlantedDrafter.Config(script=scatter(truth, 12, model.info.vocab_size)))
+    return {"none": NoneDrafter(), "ngram": NgramDrafter(), "model": itself, "planted": trees}
+
+
+def answer(
+    loaded: LoadedModel, drafter: Drafter, prompts: Seq[Seq[int]], params: SamplingParams, batch: int
+) -> tuple[list[RequestOutput], Digests]:
+    digests: Digests = {}
+    recording = replace(loaded, model=RecordingModel(loaded.model, digests))
+    llm = LLM.from_loaded(recording, drafter=drafter, max_num_seqs=batch)
+    return llm.generate(list(prompts), params), digests
+
+
+def _compare(
+    name: str,
+    temperature: float,
+    batch: int,
+    plain: Seq[RequestOutput],
+    plain_digests: Digests,
+    answers: Seq[RequestOutput],
+    digests: Digests,
+) -> Row:
+    num_accepted = sum(one.speculation.num_accepted_tokens for one in answers)
+    return Row(
+        drafter=name,
+        temperature=temperature,
+        batch=batch,
+        num_prompts=len(plain),
+        num_same_ids=sum(a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in zip(plain, answers, strict=True)),
+        num_rows=len(plain_digests),
+        num_same_rows=sum(digests.get(key) == digest for key, digest in plain_digests.items()),
+        num_draft_tokens=sum(one.speculation.num_draft_tokens for one in answers),
+        num_accepted_tokens=num_accepted,
+        mean_acceptance_length=1 + num_accepted / sum(one.speculation.num_steps for one in answers),
+    )
+
+
+def _format(row: Row) -> str:
+    verdict = "identical" if row.is_identical else "DIFFERENT"
+    return (
+        f"{row.drafter:8} temperature {row.temperature:3} batch {row.batch}   {verdict}   "
+        f"ids {row.num_same_ids}/{row.num_prompts}   rows {row.num_same_rows}/{row.num_rows}   "
+        f"accepted {row.num_accepted_tokens}/{row.num_draft_tokens}   tokens per step {row.mean_acceptance_length:.2f}"
+    )
+
+
+def read_spec_bench(path: Path, per_group: int) -> dict[str, list[str]]:
+    """First turns of the first questions of each of the six groups."""
+    groups: dict[str, list[str]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        question = json.loads(line)
+        category = question["category"]
+        group = groups.setdefault(category if category in SINGLE_TURN_GROUPS else "mt_bench", [])
+        if len(group) < per_group:
+            group.append(question["turns"][0])
+    return groups
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--spec-bench", type=Path, help="question.jsonl of Spec-Bench; without it three own prompts")
+    parser.add_argument("--per-group", type=int, default=4, help="prompts of each of the six groups")
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--dtype")
+    args = parser.parse_args()
+    loaded = load_model(args.model, ModelOptions(threads=args.threads, dtype=args.dtype))
+    llm = LLM.from_loaded(loaded)
+    groups = read_spec_bench(args.spec_bench, args.per_group) if args.spec_bench else {"own": list(OWN_PROMPTS)}
+    texts = [text for group in groups.values() for text in group]
+    prompts = [llm.render([{"role": "user", "content": text}]) for text in texts]
+    started = time.perf_counter()
+    rows = compare(loaded, prompts, num_tokens=args.tokens)
+    is_identical = all(row.is_identical for row in rows)
+    seconds = round(time.perf_counter() - started, 1)
+    print(json.dumps({"identical": is_identical, "seconds": seconds, "rows": [asdict(row) for row in rows]}))
+    return 0 if is_identical else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

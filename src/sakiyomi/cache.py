@@ -1,0 +1,126 @@
+"""The key/value cache of one sequence: grow, keep an accepted tree path, truncate, fork."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sakiyomi.errors import ParameterError
+from sakiyomi.ops.base import KVSlots, Ops
+from sakiyomi.types import Array
+
+FIRST_CAPACITY = 64
+
+
+class KVCache:
+    """Keys and values [L, G, C, D] of one sequence, in arrays of `ops`; slot i holds position i.
+
+    A forward pass asks for room by `reserve(M)` and writes its M rows behind `length`; they stay pending until `keep`
+    commits the ones that shall stay, or the next `reserve`, `truncate` or `keep` drops them.
+
+    Args:
+        num_layers, num_kv_heads, head_dim: L, G and D.
+    """
+
+    def __init__(self, ops: Ops, num_layers: int, num_kv_heads: int, head_dim: int) -> None:
+        self._ops = ops
+        self._shape = (num_layers, num_kv_heads, head_dim)
+        self._length = 0
+        self._num_pending = 0
+        self._allocate(0)
+
+    @property
+    def length(self) -> int:
+        """Committed positions."""
+        return self._length
+
+    @property
+    def num_pending(self) -> int:
+        """Rows of the last forward pass that are neither kept nor dropped yet."""
+        return self._num_pending
+
+    @property
+    def capacity(self) -> int:
+        """Slots held, spare ones included."""
+        return self._capacity
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held, spare room included."""
+        return int(self._keys.nbytes) + int(self._values.nbytes)
+
+    def fits(self, num_layers: int, num_kv_heads: int, head_dim: int) -> bool:
+        """Whether a model of this shape can write here (one with fewer layers can)."""
+        return self._shape[0] >= num_layers and self._shape[1:] == (num_kv_heads, head_dim)
+
+    def reserve(self, num_rows: int) -> None:
+        """Make room for the rows of a forward pass behind `length`; pending rows of an earlier pass are dropped."""
+        if num_rows < 0:
+            raise ParameterError(f"cannot reserve {num_rows} rows; give 0 or more.")
+        needed = self._length + num_rows
+        if needed > self._capacity:
+            self._grow(max(needed, 2 * self._capacity, FIRST_CAPACITY))
+        self._num_pending = num_rows
+
+    def slots(self) -> KVSlots:
+        """The arrays as the ops take them."""
+        return KVSlots(self._keys, self._values, self._length)
+
+    def keep(self, path: Sequence[int]) -> None:
+        """Commit rows of the last forward pass and drop its other rows.
+
+        Args:
+            path: indices into the rows of that pass, ascending; they land behind `length` in this order.
+
+        Raises:
+            ParameterError: a row that the pass did not have, or indices that do not ascend; nothing is changed.
+        """
+        previous = -1
+        for row in path:
+            if not 0 <= row < self._num_pending:
+                raise ParameterError(f"row {row} is not in the last forward pass, which had {self._num_pending} rows.")
+            if row <= previous:
+                raise ParameterError(f"rows to keep must ascend; got {row} after {previous}.")
+            previous = row
+        in_place = 0
+        while in_place < len(path) and path[in_place] == in_place:
+            in_place += 1
+        if in_place < len(path):
+            source = [self._length + row for row in path[in_place:]]
+            target = slice(self._length + in_place, self._length + len(path))
+            # Indexing by a list gathers into a new array, so overlapping slots are safe.
+            self._keys[:, :, target] = self._keys[:, :, source]
+            self._values[:, :, target] = self._values[:, :, source]
+        self._length += len(path)
+        self._num_pending = 0
+
+    def truncate(self, length: int) -> None:
+        """Forget every position from `length` on, and pending rows.
+
+        Raises:
+            ParameterError: a length below 0 or above the present one.
+        """
+        if not 0 <= length <= self._length:
+            raise ParameterError(f"cannot truncate a cache of {self._length} positions to {length}.")
+        self._length = length
+        self._num_pending = 0
+
+    def fork(self) -> KVCache:
+        """An independent copy of the committed positions."""
+        copy = KVCache(self._ops, *self._shape)
+        copy.reserve(self._length)
+        copy._copy_slots(self._keys, self._values, self._length)
+        copy.keep(range(self._length))
+        return copy
+
+    def _allocate(self, capacity: int) -> None:
+        self._keys, self._values = self._ops.new_kv(*self._shape, capacity)
+        self._capacity = capacity
+
+    def _grow(self, capacity: int) -> None:
+        keys, values = self._keys, self._values
+        self._allocate(capacity)
+        self._copy_slots(keys, values, self._length)
+
+    def _copy_slots(self, keys: Array, values: Array, length: int) -> None:
+        self._keys[:, :, :length] = keys[:, :, :length]
+        self._values[:, :, :length] = values[:, :, :length]

@@ -1,0 +1,85 @@
+"""`sakiyomi chat`: a conversation of several turns."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from sakiyomi.cli import loading
+from sakiyomi.cli.options import Debug, EngineOptions, MaxTokens, SamplingOptions, System, expand_options
+from sakiyomi.cli.show import print_error, print_note, print_stream, print_summary
+from sakiyomi.errors import ParameterError, SakiyomiError
+
+if TYPE_CHECKING:
+    from sakiyomi.llm import ChatSession
+    from sakiyomi.params import SamplingParams
+
+HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
+
+
+@expand_options
+def chat(
+    engine: EngineOptions,
+    sampling: SamplingOptions,
+    max_tokens: MaxTokens = None,
+    system: System = None,
+    debug: Debug = False,
+) -> None:
+    """Talk with the model; each turn computes only what is new.
+
+    /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer.
+    """
+    params = sampling.to_params(max_tokens=max_tokens)
+    llm = loading.load_llm(engine)
+    if llm.chat_template is None:
+        raise ParameterError(f"{llm.info.name} has no chat template; use `sakiyomi generate --raw` with it.")
+    session = llm.session(system)
+    if sys.stdin.isatty():
+        print_note(HELP)
+    try:
+        while _take_turn(session, params):
+            pass
+    except UnicodeDecodeError as error:
+        raise ParameterError("standard input is not valid UTF-8; give a text in UTF-8.") from error
+
+
+def _take_turn(session: ChatSession, params: SamplingParams) -> bool:
+    """Read what the user says and act on it; False once the conversation is over."""
+    said = HELP
+    try:
+        line = _read_line()
+        if line in (None, "/exit", "/quit"):
+            return False
+        if line == "/reset":
+            session.reset()
+        elif line.startswith("/") and line[1:].isalpha():  # /help, or a command that is none
+            print_note(HELP)
+        elif line:
+            said = "stopped"
+            _answer(session, line, params)
+    except KeyboardInterrupt:
+        print(flush=True)
+        print_note(said)
+    except SakiyomiError as error:  # one turn that fails does not end the conversation
+        print_error(str(error))
+    return True
+
+
+def _read_line() -> str | None:
+    """The next thing that the user says; None at the end of the input."""
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return None
+
+
+def _answer(session: ChatSession, line: str, params: SamplingParams) -> None:
+    stream = session.stream(line, params)
+    try:
+        output = print_stream(stream)
+    finally:
+        close = getattr(stream, "close", None)
+        if close is not None:
+            close()
+    print(flush=True)
+    print_summary(output, temperature=params.temperature)

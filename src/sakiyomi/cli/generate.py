@@ -1,0 +1,119 @@
+"""`sakiyomi generate`: one prompt, one answer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sakiyomi.cli import loading
+from sakiyomi.cli.options import Debug, EngineOptions, MaxTokens, Misuse, SamplingOptions, System, expand_options
+from sakiyomi.cli.show import print_stream, print_summary
+from sakiyomi.errors import ContextLengthError, ParameterError
+
+if TYPE_CHECKING:
+    from sakiyomi.results import RequestOutput
+
+
+@expand_options
+def generate(
+    engine: EngineOptions,
+    sampling: SamplingOptions,
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt; - or nothing reads it from standard input.", show_default=False)
+    ] = None,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from this file.")] = None,
+    max_tokens: MaxTokens = None,
+    system: System = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, without a chat template.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Answer one prompt.
+
+    The model's chat template is applied where it has one. In a terminal, tokens that the drafter guessed are in colour.
+    """
+    if raw and system is not None:
+        raise Misuse("--system needs the chat template that --raw leaves out; drop one of them.")
+    params = sampling.to_params(max_tokens=max_tokens)
+    text = _read_prompt(prompt, file)
+    llm = loading.load_llm(engine)
+    stream = llm.stream(text if raw else loading.render_prompt(llm, text, system), params)
+    if as_json:
+        output = next(piece.output for piece in stream if piece.output is not None)
+        print(json.dumps(to_json(output), ensure_ascii=False))
+        return
+    output = print_stream(stream)
+    print(flush=True)
+    print_summary(output, temperature=params.temperature)
+
+
+def to_json(output: RequestOutput) -> dict[str, Any]:
+    """What `--json` prints. The keys are frozen: new ones may be added, none may go."""
+    completion, stats, timing = output.outputs[0], output.speculation, output.timing
+    return {
+        "text": completion.text,
+        "token_ids": list(completion.token_ids),
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "seed": output.seed,
+        "usage": {
+            "prompt_tokens": len(output.prompt_token_ids),
+            "completion_tokens": len(completion.token_ids),
+        },
+        "speculation": {
+            "drafter": stats.drafter,
+            "verifier": stats.verifier,
+            "num_steps": stats.num_steps,
+            "num_draft_tokens": stats.num_draft_tokens,
+            "num_accepted_tokens": stats.num_accepted_tokens,
+            "mean_acceptance_length": stats.mean_acceptance_length,
+            "acceptance_per_position": list(stats.acceptance_per_position),
+        },
+        "timing": {
+            "load_s": timing.load_s,
+            "prefill_s": timing.prefill_s,
+            "decode_s": timing.decode_s,
+            "tokens_per_s": timing.tokens_per_s,
+        },
+    }
+
+
+def _read_prompt(prompt: str | None, file: Path | None) -> str:
+    """The prompt from the one place that was named."""
+    if prompt is not None and file is not None:
+        raise Misuse("give the prompt as an argument or with --file, not both.")
+    if prompt is None and file is None and sys.stdin.isatty():
+        raise Misuse("there is no prompt: give one as an argument, with --file, or through a pipe.")
+    if prompt is not None and prompt != "-":
+        text = prompt
+        if not _is_unicode(text):
+            raise ParameterError("the prompt is not valid UTF-8; mend it, or check the terminal's encoding.")
+    else:
+        # Like $(...) in a shell, one line's end at the end is not part of the prompt.
+        text = _read_text(file).removesuffix("\n").removesuffix("\r")
+    if not text.strip():
+        raise ContextLengthError("the prompt is empty; give a text of at least one character.")
+    return text
+
+
+def _read_text(file: Path | None) -> str:
+    name = "standard input" if file is None else str(file)
+    try:
+        data = sys.stdin.buffer.read() if file is None else file.read_bytes()
+        return data.decode("utf-8")
+    except OSError as error:
+        raise ParameterError(f"cannot read the prompt from {name} ({error.strerror}); check the path.") from error
+    except UnicodeDecodeError as error:
+        raise ParameterError(f"{name} is not valid UTF-8 (byte {error.start}); give a text in UTF-8.") from error
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

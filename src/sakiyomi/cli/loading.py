@@ -1,0 +1,74 @@
+"""Load the model of a command, with a progress bar where it must be fetched first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sakiyomi import hub
+from sakiyomi.cli.options import EngineOptions
+from sakiyomi.cli.show import error_console, print_note
+from sakiyomi.errors import ParameterError
+
+if TYPE_CHECKING:
+    from sakiyomi.llm import LLM
+
+
+def load_llm(options: EngineOptions) -> LLM:
+    """The LLM that a command's options ask for."""
+    from sakiyomi.assemble import ModelOptions, choose_backend
+    from sakiyomi.llm import LLM
+
+    settings: dict[str, Any] = {
+        "dtype": options.dtype,
+        "device": options.device,
+        "backend": options.backend,
+        "threads": options.threads,
+        "max_model_len": options.max_model_len,
+    }
+    choose_backend(ModelOptions(**settings))  # what cannot run here is said before anything is fetched
+    return LLM(str(fetch(options.model)), drafter=options.drafter, verifier=options.verifier, **settings)
+
+
+def fetch(name: str) -> Path:
+    """The path of a model, fetched with a progress bar on stderr if need be."""
+    with _progress() as progress:
+        return hub.resolve(name, progress=progress)
+
+
+def render_prompt(llm: LLM, text: str, system: str | None = None) -> str | list[int]:
+    """The prompt of one question, through the chat template where the model has one."""
+    if llm.chat_template is None:
+        if system is not None:
+            raise ParameterError(f"{llm.info.name} has no chat template to put a system message in; drop --system.")
+        return text
+    messages = [{"role": "user", "content": text}]
+    return llm.render([{"role": "system", "content": system}, *messages] if system is not None else messages)
+
+
+@contextmanager
+def _progress() -> Iterator[hub.Progress]:
+    """A reporter that draws a bar per kind of work in a terminal, and elsewhere names each kind once."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+    console = error_console()
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    bars = Progress(*columns, console=console, transient=True)
+    tasks: dict[str, TaskID] = {}
+
+    def report(what: str, done: int, total: int) -> None:
+        if what not in tasks:
+            tasks[what] = bars.add_task(what, total=total or None)
+            if console.is_terminal:
+                bars.start()
+            else:
+                print_note(what)
+        bars.update(tasks[what], completed=done)
+
+    try:
+        yield report
+    finally:
+        if tasks and console.is_terminal:
+            bars.stop()

@@ -1,0 +1,178 @@
+"""One step of decoding: propose, forward, verify, commit, observe. Plain decoding is drafting nothing.
+
+Between steps `cache.length == len(tokens) - 1`: the last committed token has not been fed yet. Its row gives the law
+of the next token, the row of a draft node the law of the token behind that node.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from weakref import WeakSet
+
+from sakiyomi.sampling.choose import log_probs
+from sakiyomi.tree import ROOT, Draft
+from sakiyomi.types import Array, Drafter, Model, ModelInfo, Output, Sequence, Span, Verdict, Verifier
+
+logger = logging.getLogger("sakiyomi")
+
+PREFILL_CHUNK = 256
+"""Rows of a prompt per forward pass: enough to be compute-bound, few enough to keep buffers small."""
+
+TokenLogprobs = tuple[float, list[tuple[int, float]]]
+"""The chosen token's log-probability, and the most probable (id, log-probability) pairs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step did to one sequence.
+
+    Attributes:
+        tokens: the ids committed now, at least one.
+        num_accepted: how many of them, from the first on, were drafted.
+        num_draft: drafted nodes that were checked.
+        logprobs: one entry per token where the request asked for them.
+    """
+
+    tokens: tuple[int, ...]
+    num_accepted: int
+    num_draft: int
+    logprobs: tuple[TokenLogprobs, ...] | None
+
+
+def step(model: Model, drafter: Drafter, verifier: Verifier, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Step]:
+    """Advance every sequence by at least one token in a single forward pass of the model.
+
+    Args:
+        sequences: prefilled and unfinished.
+        budgets: for each sequence the number of draft nodes at most.
+    """
+    drafts = propose(drafter, sequences, budgets, model.info)
+    spans = [_span(sequence, draft, drafter.taps) for sequence, draft in zip(sequences, drafts, strict=True)]
+    outputs = model.forward(spans)
+    steps = []
+    for sequence, draft, span, output in zip(sequences, drafts, spans, outputs, strict=True):
+        verdict = verifier.verify(draft, output, sequence)
+        steps.append(_commit(sequence, draft, verdict, output, model.info))
+        _keep(sequence, span, verdict.path[: len(steps[-1].tokens) - 1], output, drafter)
+    return steps
+
+
+def prefill(model: Model, drafter: Drafter, sequence: Sequence, chunk: int = PREFILL_CHUNK) -> None:
+    """Feed every committed token but the last, so that there is one place where tokens are chosen."""
+    while sequence.cache.length < len(sequence.tokens) - 1:
+        prefill_chunk(model, drafter, sequence, chunk)
+
+
+def prefill_chunk(model: Model, drafter: Drafter, sequence: Sequence, chunk: int = PREFILL_CHUNK) -> None:
+    """Feed the next tokens of the prompt, `chunk` at most."""
+    start = sequence.cache.length
+    tokens = sequence.tokens[start : min(start + chunk, len(sequence.tokens) - 1)]
+    span = Span(sequence.cache, tokens, range(-1, len(tokens) - 1), taps=drafter.taps)
+    output = model.forward([span])[0]
+    sequence.cache.keep(range(len(tokens)))
+    _observe(drafter, sequence, start, tokens, output.taps)
+
+
+def propose(drafter: Drafter, sequences: Seq[Sequence], budgets: Seq[int], info: ModelInfo) -> list[Draft]:
+    """One valid draft per sequence, none deeper than what the sequence may still emit.
+
+    A drafter that raises, or whose draft is invalid, costs speed and nothing else: that step is a plain one.
+    """
+    depths = [_num_left(sequence, info) - 1 for sequence in sequences]
+    budgets = [max(min(budget, depth), 0) for budget, depth in zip(budgets, depths, strict=True)]
+    if not any(budgets):
+        return [Draft.empty() for _ in sequences]
+    try:
+        drafts = drafter.propose(sequences, budgets)
+        if len(drafts) != len(sequences):
+            raise ValueError(f"{len(drafts)} drafts for {len(sequences)} sequences")
+        drafts = [draft.trim(budget, budget) for draft, budget in zip(drafts, budgets, strict=True)]
+        for draft in drafts:
+            draft.check(info.vocab_size)
+    except Exception as error:
+        _report_once(drafter, error)
+        return [Draft.empty() for _ in sequences]
+    return drafts
+
+
+def _num_left(sequence: Sequence, info: ModelInfo) -> int:
+    """Tokens that the sequence may still emit."""
+    left = info.max_model_len - len(sequence.tokens)
+    if sequence.params.max_tokens is not None:
+        left = min(left, sequence.params.max_tokens - sequence.num_new)
+    return left
+
+
+def _span(sequence: Sequence, draft: Draft, taps: tuple[int, ...]) -> Span:
+    tail = sequence.tokens[sequence.cache.length :]
+    root = len(tail) - 1
+    parents = [*range(-1, root), *(root if parent == ROOT else root + 1 + parent for parent in draft.parents)]
+    return Span(sequence.cache, [*tail, *draft.tokens], parents, range(root, len(parents)), taps)
+
+
+def _commit(sequence: Sequence, draft: Draft, verdict: Verdict, output: Output, info: ModelInfo) -> Step:
+    """Append the verdict's tokens one by one, up to the first that finishes the sequence."""
+    num_logprobs = sequence.params.logprobs
+    rows = (0, *(node + 1 for node in verdict.path))
+    logprobs: list[TokenLogprobs] = []
+    num_emitted = 0
+    for row, token in zip(rows, verdict.tokens, strict=True):
+        sequence.tokens.append(token)
+        num_emitted += 1
+        if num_logprobs is not None:
+            logprobs.append(log_probs(output.row(row), token, num_logprobs))
+        if _finish(sequence, token, info):
+            break
+    return Step(
+        verdict.tokens[:num_emitted],
+        min(len(verdict.path), num_emitted),
+        len(draft),
+        None if num_logprobs is None else tuple(logprobs),
+    )
+
+
+def _finish(sequence: Sequence, token: int, info: ModelInfo) -> bool:
+    """Whether `token`, just appended, ends the sequence: end ids first, then stop strings, then the lengths."""
+    params = sequence.params
+    if token in sequence.end_ids and sequence.num_new > params.min_tokens:
+        sequence.finish_reason = "stop"
+        sequence.stop_reason = token if token in (params.stop_token_ids or ()) else None
+        if sequence.watcher is not None and params.include_stop_str_in_output:
+            sequence.watcher.push(token)
+        return True
+    stop = None if sequence.watcher is None else sequence.watcher.push(token)
+    if stop is not None:
+        sequence.finish_reason, sequence.stop_reason = "stop", stop
+    elif _num_left(sequence, info) <= 0:
+        sequence.finish_reason = "length"
+    return sequence.finish_reason is not None
+
+
+def _keep(sequence: Sequence, span: Span, path: Seq[int], output: Output, drafter: Drafter) -> None:
+    """Commit the rows of the root and of `path`: all committed tokens but the last."""
+    num_tail = span.logit_rows[0] + 1
+    rows = [*range(num_tail), *(num_tail + node for node in path)]
+    start = sequence.cache.length
+    sequence.cache.keep(rows)
+    taps = None if output.taps is None else output.taps[rows]
+    _observe(drafter, sequence, start, [span.tokens[row] for row in rows], taps)
+
+
+def _observe(drafter: Drafter, sequence: Sequence, start: int, tokens: Seq[int], taps: Array | None) -> None:
+    try:
+        drafter.observe(sequence, start, tokens, taps)
+    except Exception as error:
+        _report_once(drafter, error)
+
+
+_reported: WeakSet[Drafter] = WeakSet()
+
+
+def _report_once(drafter: Drafter, error: Exception) -> None:
+    if drafter not in _reported:
+        _reported.add(drafter)
+        logger.warning(
+            "The drafter %s failed (%s); decoding goes on without its drafts.", type(drafter).__name__, error
+        )

@@ -1,0 +1,92 @@
+"""ngram: prompt lookup. The last tokens have occurred before; guess that what followed them follows again.
+
+Prompt lookup decoding (Saxena, 2023) over prompt and output, with a hash index in place of a search: one dictionary
+per n-gram length, each entry the position behind the latest (or earliest) occurrence. An n-gram enters the index when
+its continuation is known, so it never finds itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Literal
+
+from sakiyomi.errors import ParameterError
+from sakiyomi.tree import Draft
+from sakiyomi.types import Drafter, DrafterContext, Sequence
+
+
+class NgramDrafter(Drafter):
+    """Continues the longest suffix of the text that occurred earlier."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        """Options of `ngram`.
+
+        Args:
+            num_speculative_tokens: tokens of a draft at most.
+            max_ngram, min_ngram: lengths of the suffix that is looked up, longest first.
+            occurrence: continue the "latest" or the "earliest" earlier occurrence.
+        """
+
+        num_speculative_tokens: int = 8
+        max_ngram: int = 4
+        min_ngram: int = 2
+        occurrence: Literal["latest", "earliest"] = "latest"
+
+        def __post_init__(self) -> None:
+            if self.num_speculative_tokens < 1:
+                raise ParameterError(f"num_speculative_tokens={self.num_speculative_tokens}; give at least 1.")
+            if not 1 <= self.min_ngram <= self.max_ngram:
+                raise ParameterError(
+                    f"min_ngram={self.min_ngram}, max_ngram={self.max_ngram}; give 1 <= min_ngram <= max_ngram."
+                )
+            if self.occurrence not in ("latest", "earliest"):
+                raise ParameterError(f'occurrence={self.occurrence!r} is not allowed; give "latest" or "earliest".')
+
+    def __init__(self, config: Config | None = None, context: DrafterContext | None = None) -> None:
+        self.config = config or self.Config()
+
+    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+        return [self._propose(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
+
+    def _propose(self, sequence: Sequence, budget: int) -> Draft:
+        if budget <= 0:
+            return Draft.empty()
+        if not isinstance(sequence.memo, NgramIndex):
+            sequence.memo = NgramIndex(self.config)
+        index = sequence.memo
+        index.extend(sequence.tokens)
+        return Draft.chain(index.lookup(sequence.tokens, min(budget, self.config.num_speculative_tokens)))
+
+
+class NgramIndex:
+    """Where each n-gram of a growing text was last (or first) followed by something."""
+
+    def __init__(self, config: NgramDrafter.Config) -> None:
+        self._lengths = range(config.max_ngram, config.min_ngram - 1, -1)
+        self._keeps_earliest = config.occurrence == "earliest"
+        self._followers: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in self._lengths}
+        self._num_indexed = 0
+
+    def extend(self, tokens: Seq[int]) -> None:
+        """Take in the tokens that were appended since the last call: O(max_ngram) each."""
+        for position in range(self._num_indexed, len(tokens)):
+            for n in self._lengths:
+                if position >= n:
+                    self._insert(n, tuple(tokens[position - n : position]), position)
+        self._num_indexed = len(tokens)
+
+    def _insert(self, n: int, key: tuple[int, ...], position: int) -> None:
+        if self._keeps_earliest:
+            self._followers[n].setdefault(key, position)
+        else:
+            self._followers[n][key] = position
+
+    def lookup(self, tokens: Seq[int], num_tokens: int) -> list[int]:
+        """The tokens that followed the longest known suffix of `tokens`, `num_tokens` at most."""
+        for n in self._lengths:
+            position = self._followers[n].get(tuple(tokens[-n:]))
+            if position is not None:
+                return list(tokens[position : position + num_tokens])
+        return []

@@ -1,0 +1,156 @@
+"""Engine: runs up to `max_num_seqs` sequences in each step; a finished one makes room for the next at once."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from sakiyomi.decode import Step, prefill, step
+from sakiyomi.engine.metrics import AcceptanceCounter
+from sakiyomi.types import Cache, Drafter, Model, Sequence, Verifier
+
+MAX_DRAFT_NODES = 64
+"""What a request without a wish of its own allows a drafter; drafters have smaller defaults."""
+
+
+@dataclass(eq=False)
+class Prefix:
+    """A prompt that several samples share: computed for the first, forked for the others."""
+
+    cache: Cache | None = None
+
+
+@dataclass(eq=False)
+class Job:
+    """A sequence on its way through the engine, with its measurements.
+
+    Attributes:
+        prefix: what the job shares with the other samples of its prompt.
+        keeps_cache: whether the cache outlives the job (a chat goes on from it).
+        prefill_s, decode_s: seconds from admission to the end of the prompt, and from there to the end.
+        error: what ended the job early, or None.
+    """
+
+    sequence: Sequence
+    prefix: Prefix | None = None
+    keeps_cache: bool = False
+    counter: AcceptanceCounter = field(default_factory=AcceptanceCounter)
+    steps: list[Step] = field(default_factory=list)
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    error: Exception | None = None
+    started: float = 0.0
+
+    @property
+    def is_finished(self) -> bool:
+        return self.sequence.finish_reason is not None
+
+
+class Engine:
+    """A queue of jobs over one model. Not thread-safe: each thread has its own, over the same model."""
+
+    def __init__(self, model: Model, drafter: Drafter, verifier: Verifier, *, max_num_seqs: int) -> None:
+        self._model = model
+        self._drafter = drafter
+        self._verifier = verifier
+        self._max_num_seqs = max_num_seqs
+        self._waiting: deque[Job] = deque()
+        self._running: list[Job] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def add(self, job: Job) -> None:
+        """Queue a job."""
+        self._waiting.append(job)
+
+    def step(self) -> list[tuple[Job, Step]]:
+        """Admit what fits, advance every running job by one step, and retire the finished ones."""
+        self._admit()
+        jobs = list(self._running)
+        if not jobs:
+            return []
+        try:
+            steps = step(self._model, self._drafter, self._verifier, [job.sequence for job in jobs], _budgets(jobs))
+        except Exception as error:
+            if len(jobs) == 1:
+                self._fail(jobs[0], error)
+                return []
+            return self._step_apart(jobs)
+        return self._record(jobs, steps)
+
+    def abort(self, job: Job) -> None:
+        """Take a job out, finished or not, and free what it holds."""
+        if job in self._waiting:
+            self._waiting.remove(job)
+        self._retire(job)
+        if not job.is_finished:
+            job.sequence.finish_reason = "abort"
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._max_num_seqs:
+            job = self._waiting.popleft()
+            job.started = time.perf_counter()
+            try:
+                self._prefill(job)
+            except Exception as error:
+                self._fail(job, error)
+                continue
+            job.prefill_s = time.perf_counter() - job.started
+            self._running.append(job)
+
+    def _prefill(self, job: Job) -> None:
+        sequence = job.sequence
+        prefix = None if self._drafter.taps else job.prefix
+        job.prefix = None
+        if prefix is not None and prefix.cache is not None:
+            sequence.cache = prefix.cache.fork()
+        prefill(self._model, self._drafter, sequence)
+        if prefix is not None and prefix.cache is None:
+            prefix.cache = sequence.cache.fork()
+
+    def _step_apart(self, jobs: Seq[Job]) -> list[tuple[Job, Step]]:
+        """One of several jobs made the step fail: step each alone, so that only the guilty one is lost."""
+        results = []
+        for job in jobs:
+            try:
+                steps = step(self._model, self._drafter, self._verifier, [job.sequence], _budgets([job]))
+            except Exception as error:
+                self._fail(job, error)
+            else:
+                results.extend(self._record([job], steps))
+        return results
+
+    def _record(self, jobs: Seq[Job], steps: Seq[Step]) -> list[tuple[Job, Step]]:
+        for job, done in zip(jobs, steps, strict=True):
+            job.counter.add(done)
+            job.steps.append(done)
+            job.decode_s = time.perf_counter() - job.started - job.prefill_s
+            if job.is_finished:
+                self._retire(job)
+        return list(zip(jobs, steps, strict=True))
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        job.error = error
+        job.sequence.finish_reason = "error"
+        self._retire(job)
+
+    def _retire(self, job: Job) -> None:
+        if job in self._running:
+            self._running.remove(job)
+        if not job.keeps_cache:
+            self._drafter.forget(job.sequence)
+            job.sequence.cache = self._model.new_cache()
+
+
+def _budgets(jobs: Seq[Job]) -> list[int]:
+    return [_budget(job.sequence.speculation) for job in jobs]
+
+
+def _budget(wish: bool | int) -> int:
+    if isinstance(wish, bool):
+        return MAX_DRAFT_NODES if wish else 0
+    return wish

@@ -1,0 +1,40 @@
+"""Counting what speculation did, with vLLM's definitions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from sakiyomi.decode import Step
+
+
+@dataclass
+class AcceptanceCounter:
+    """Counts steps, drafted and accepted tokens of one or more sequences."""
+
+    num_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_at: Counter[int] = field(default_factory=Counter)
+
+    def add(self, step: Step) -> None:
+        self.num_steps += 1
+        self.num_draft_tokens += step.num_draft
+        self.num_accepted_tokens += step.num_accepted
+        self.accepted_at.update(range(step.num_accepted))
+
+    def merge(self, other: AcceptanceCounter) -> None:
+        self.num_steps += other.num_steps
+        self.num_draft_tokens += other.num_draft_tokens
+        self.num_accepted_tokens += other.num_accepted_tokens
+        self.accepted_at.update(other.accepted_at)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per step: 1 + accepted / steps, the bonus token included."""
+        return 1 + self.num_accepted_tokens / self.num_steps if self.num_steps else 1.0
+
+    @property
+    def acceptance_per_position(self) -> list[float]:
+        """For each draft position the share of steps that accepted it."""
+        return [self.accepted_at[i] / self.num_steps for i in range(max(self.accepted_at, default=-1) + 1)]

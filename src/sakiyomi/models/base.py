@@ -1,0 +1,97 @@
+"""What the models over `nets.decoder` share: one forward pass over the spans of several sequences."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Self
+
+from sakiyomi.cache import KVCache
+from sakiyomi.errors import ParameterError
+from sakiyomi.models.packing import make_room, pack_spans, split_result
+from sakiyomi.nets.decoder import Decoder, DecoderConfig
+from sakiyomi.ops.base import Ops
+from sakiyomi.types import Checkpoint, ModelInfo, Output, Span
+
+
+class DecoderModel:
+    """A `types.Model` over a decoder. Several threads may use one model; their passes run one after the other."""
+
+    def __init__(self, decoder: Decoder, info: ModelInfo) -> None:
+        self.decoder = decoder
+        self.info = info
+        self._lock = threading.Lock()
+
+    def new_cache(self) -> KVCache:
+        """An empty cache for one sequence."""
+        return KVCache(self.decoder.ops, *self._cache_shape)
+
+    def forward(self, spans: Sequence[Span]) -> list[Output]:
+        """Run all spans in one pass; rows land in the caches behind their length, uncommitted.
+
+        Raises:
+            ParameterError: a span that cannot be run (see `packing.pack_spans`).
+            ContextLengthError: a row behind the model's context.
+        """
+        if not spans:
+            return []
+        with self._lock:
+            packed = pack_spans(spans, self.info)
+            past = make_room(spans, *self._cache_shape)
+            try:
+                logits, taps = self.decoder.forward(
+                    packed.token_ids, packed.positions, past, packed.mask, packed.logit_rows, packed.taps
+                )
+            except BaseException:
+                # Rows of a pass that broke off (an interrupt, no memory) must never be committed.
+                for span in spans:
+                    span.cache.keep(())
+                raise
+        return list(split_result(self.decoder.ops, spans, packed, logits, taps))
+
+    def shallow(self, num_layers: int) -> Self:
+        """The same model cut after its first layers, with final norm and head, sharing weights.
+
+        It can also run over caches of the whole model, whose first layers it fills.
+        """
+        cut = copy.copy(self)
+        cut.decoder = self.decoder.shallow(num_layers)
+        cut.info = replace(self.info, num_layers=num_layers)
+        return cut
+
+    @property
+    def _cache_shape(self) -> tuple[int, int, int]:
+        config = self.decoder.config
+        return config.num_layers, config.num_kv_heads, config.head_dim
+
+
+def load_decoder(
+    ops: Ops, checkpoint: Checkpoint, *, dtype: str, max_model_len: int | None, vocab_size: int | None
+) -> tuple[Decoder, ModelInfo]:
+    """The decoder of a checkpoint and what the layers above need to know of it.
+
+    Raises:
+        CheckpointError: an unsupported or incomplete checkpoint.
+        ParameterError: a context longer than the model's, or more ids than it has.
+    """
+    config = DecoderConfig.from_dict(checkpoint.config)
+    if max_model_len is not None and not 1 <= max_model_len <= config.max_positions:
+        raise ParameterError(
+            f"max_model_len={max_model_len} is not allowed; {checkpoint.name} has a context of 1 to "
+            f"{config.max_positions} positions."
+        )
+    decoder = Decoder(ops, config, checkpoint.tensors, vocab_size)
+    info = ModelInfo(
+        name=checkpoint.name,
+        architecture=config.model_type,
+        vocab_size=decoder.vocab_size,
+        max_model_len=max_model_len or config.max_positions,
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        end_token_ids=tuple(checkpoint.end_token_ids),
+        is_bit_exact=ops.is_bit_exact,
+        dtype=dtype,
+    )
+    return decoder, info

@@ -1,0 +1,119 @@
+"""Finding drafters and verifiers by name, and reading their options.
+
+A built-in is a module of its package and is called like its file; a third party joins by an entry point of the group
+`sakiyomi.drafters` or `sakiyomi.verifiers` that names the class. Either has a nested keyword-only dataclass `Config`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import pkgutil
+import types
+import typing
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any, Literal, Union, get_args, get_origin
+
+from sakiyomi.errors import ParameterError, UnknownNameError
+
+
+def list_names(package: str, group: str) -> list[str]:
+    """Names of all plug-ins: the modules of `package` and the entry points of `group`."""
+    modules = (module.name for module in pkgutil.iter_modules(importlib.import_module(package).__path__))
+    return sorted({*modules, *(entry.name for entry in entry_points(group=group))})
+
+
+def find_class(package: str, group: str, kind: str, name: str) -> Any:
+    """The class that is called `name`.
+
+    Raises:
+        UnknownNameError: listing the known names.
+    """
+    known = list_names(package, group)
+    if name not in known:
+        raise UnknownNameError(f"unknown {kind} {name!r}{_suggest(name, known)}; known are {', '.join(known)}.")
+    for entry in entry_points(group=group):
+        if entry.name == name:
+            return entry.load()
+    module = importlib.import_module(f"{package}.{name}")
+    return next(
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and value.__module__ == module.__name__ and hasattr(value, "Config")
+    )
+
+
+def parse_spec(text: str) -> tuple[str, dict[str, str]]:
+    """Read `name:key=value,key=value`.
+
+    Raises:
+        ParameterError: for a part that is not key=value.
+    """
+    name, _, rest = text.partition(":")
+    options: dict[str, str] = {}
+    for part in filter(None, rest.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise ParameterError(f"cannot read the option {part!r} in {text!r}; write name:key=value,key=value.")
+        options[key.strip()] = value.strip()
+    return name.strip(), options
+
+
+def make_config(owner: str, config: type, options: Mapping[str, Any]) -> Any:
+    """Build a Config from options, whose values may be texts.
+
+    Args:
+        owner: whose options these are, for messages.
+
+    Raises:
+        ParameterError: for an unknown option (the known ones are listed), a missing one, or a value of a wrong type.
+    """
+    hints = typing.get_type_hints(config, vars(importlib.import_module(config.__module__)))
+    fields = {field.name: field for field in dataclasses.fields(config) if field.init}
+    for key in options:
+        if key not in fields:
+            known = ", ".join(fields) or "none"
+            raise ParameterError(f"{owner} has no option {key!r}{_suggest(key, list(fields))}; its options: {known}.")
+    for key, field in fields.items():
+        has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+        if not has_default and key not in options:
+            raise ParameterError(f"{owner} needs the option {key!r}; write {owner}:{key}=...")
+    return config(**{key: _convert(f"{owner}: {key}", hints[key], value) for key, value in options.items()})
+
+
+def _convert(what: str, hint: Any, value: Any) -> Any:
+    """`value` as the type `hint`; texts are read, everything else is checked."""
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        if value is None or value == "none":
+            return None
+        return _convert(what, next(arg for arg in get_args(hint) if arg is not type(None)), value)
+    if origin is Literal:
+        if value not in get_args(hint):
+            raise ParameterError(f"{what}={value!r} is not allowed; give one of {', '.join(map(str, get_args(hint)))}.")
+        return value
+    if hint is bool and isinstance(value, str):
+        if value.lower() not in ("true", "false"):
+            raise ParameterError(f"{what}={value!r} is not allowed; give true or false.")
+        return value.lower() == "true"
+    if hint in (int, float) and isinstance(value, str):
+        try:
+            return hint(value)
+        except ValueError:
+            raise ParameterError(f"{what}={value!r} is not allowed; give a number.") from None
+    if hint in (int, float, str, bool) and not _is_a(value, hint):
+        raise ParameterError(f"{what}={value!r} is not allowed; give a value of type {hint.__name__}.")
+    return value
+
+
+def _is_a(value: Any, hint: type) -> bool:
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, (int, float) if hint is float else hint)
+
+
+def _suggest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,0 +1,111 @@
+"""A scripted LLM behind the real command line; run as a program it is `sakiyomi` with that model."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from sakiyomi.errors import ContextLengthError, ParameterError, UnknownNameError
+
+ANSWER = ["The", " sky", " is", " blue", "", "\U0001f600", "\n", "Done."]
+DRAFTED = {2, 3, 6}
+
+
+class FakeLLM:
+    """Says the same to everything, word by word, and remembers what it was asked."""
+
+    def __init__(self, *, chat_template: bool = True, delay: float = 0.0) -> None:
+        self.chat_template = object() if chat_template else None
+        self.info = SimpleNamespace(name="fake")
+        self.delay = delay
+        self.asked: list[tuple[Any, Any]] = []
+        self.closed = 0
+
+    def render(self, messages: list[dict[str, str]]) -> list[int]:
+        return [len(message["content"]) for message in messages]
+
+    def stream(self, prompt: str | list[int], params: Any) -> Iterator[Any]:
+        self.asked.append((prompt, params))
+        if prompt == "too long" or prompt == [8]:
+            raise ContextLengthError("the prompt has 9999 tokens and the context 2048;\nshorten it.")
+        if prompt == "bug":
+            raise RuntimeError("a wire came\nloose")
+        return self._pieces(prompt, params)
+
+    def _pieces(self, prompt: str | list[int], params: Any) -> Iterator[Any]:
+        words = ANSWER[: params.max_tokens]
+        try:
+            for index, text in enumerate(words):
+                time.sleep(self.delay)
+                is_last = index == len(words) - 1
+                yield SimpleNamespace(
+                    token_id=100 + index,
+                    text=text,
+                    source="draft" if index in DRAFTED else "target",
+                    index=index,
+                    output=self._output(prompt, params, words) if is_last else None,
+                )
+        finally:
+            self.closed += 1
+
+    def _output(self, prompt: str | list[int], params: Any, words: list[str]) -> Any:
+        completion = SimpleNamespace(
+            index=0,
+            text="".join(words),
+            token_ids=[100 + index for index in range(len(words))],
+            finish_reason="length" if len(words) < len(ANSWER) else "stop",
+            stop_reason=None,
+        )
+        speculation = SimpleNamespace(
+            drafter="ngram",
+            verifier="match",
+            num_steps=5,
+            num_draft_tokens=6,
+            num_accepted_tokens=3,
+            mean_acceptance_length=1.6,
+            acceptance_per_position=[0.4, 0.2],
+        )
+        timing = SimpleNamespace(load_s=0.5, prefill_s=0.25, decode_s=0.125, tokens_per_s=64.0)
+        return SimpleNamespace(
+            prompt_token_ids=prompt if isinstance(prompt, list) else [1, 2, 3],
+            outputs=[completion],
+            speculation=speculation,
+            timing=timing,
+            seed=1234 if params.seed is None else params.seed,
+        )
+
+    def session(self, system: str | None = None) -> FakeSession:
+        return FakeSession(self, system)
+
+
+class FakeSession:
+    def __init__(self, llm: FakeLLM, system: str | None) -> None:
+        self.llm = llm
+        self.turns = [system] if system else []
+
+    def reset(self) -> None:
+        self.turns = []
+
+    def stream(self, text: str, params: Any) -> Iterator[Any]:
+        self.turns.append(text)
+        return self.llm.stream([len(turn) for turn in self.turns], params)
+
+
+def load_fake(options: Any, llm: FakeLLM) -> FakeLLM:
+    if options.drafter.startswith("nonsense"):
+        raise UnknownNameError("unknown drafter 'nonsense'; known: model, ngram, none.")
+    if options.device != "cpu":
+        raise ParameterError("device='tpu' is not allowed; give cpu or cuda.")
+    return llm
+
+
+if __name__ == "__main__":
+    from sakiyomi.cli import loading, main
+
+    slow = FakeLLM(delay=0.25)
+    loading.load_llm = lambda options: load_fake(options, slow)  # type: ignore[assignment]
+    sys.argv[0] = "sakiyomi"
+    main()

@@ -1,0 +1,125 @@
+"""Names to objects: backends, second models and their vocabularies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sakiyomi import LLM, SamplingParams
+from sakiyomi.assemble import ModelOptions, choose_backend, load_model
+from sakiyomi.errors import CheckpointError, ParameterError, VocabularyError
+
+PARAMS = SamplingParams(temperature=1, top_p=0.9, seed=1, max_tokens=24, ignore_eos=True)
+WriteLlama = Callable[..., Path]
+
+
+@pytest.mark.parametrize(
+    ("options", "backend"),
+    [
+        ({}, "native"),
+        ({"dtype": "int8"}, "native"),
+        ({"dtype": "float32"}, "native"),
+        ({"dtype": "float32", "backend": "torch"}, "torch"),
+        ({"dtype": "bfloat16"}, "torch"),
+        ({"device": "cuda"}, "torch"),
+        ({"device": "cuda", "dtype": "float32"}, "torch"),
+    ],
+)
+def test_the_backend_follows_from_dtype_and_device(options: dict[str, str], backend: str) -> None:
+    assert choose_backend(ModelOptions(**options)) == backend  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "jax"}, "native or torch"),
+        ({"dtype": "int4"}, "int8, float32"),
+        ({"dtype": "int8", "device": "cuda"}, "native CPU backend only"),
+        ({"dtype": "int8", "backend": "torch"}, "native CPU backend only"),
+        ({"dtype": "bfloat16", "backend": "native"}, "int8 or float32"),
+        ({"device": "cuda", "backend": "native"}, "on cpu"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        choose_backend(ModelOptions(**options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("draft_vocab", [257, 300], ids=["same", "padded drafter"])
+@pytest.mark.parametrize("target_vocab", [257, 320], ids=["same", "padded target"])
+def test_vocabularies_that_differ_by_padding_go_together(
+    tmp_path: Path, write_llama: WriteLlama, draft_vocab: int, target_vocab: int
+) -> None:
+    """Padding rows are random here, so they would be chosen if they had any probability."""
+    target = write_llama(tmp_path / "target", vocab_size=target_vocab, seed=1)
+    draft = write_llama(tmp_path / "draft", vocab_size=draft_vocab, seed=2)
+    plain = LLM(str(target), drafter="none").generate("Hello", PARAMS)[0]
+    drafted = LLM(str(target), drafter=f"model:model={draft}").generate("Hello", PARAMS)[0]
+    assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
+    assert max(plain.outputs[0].token_ids) < 257
+    assert drafted.speculation.num_draft_tokens > 0
+
+
+def test_another_tokenizer_is_refused_with_advice(
+    tmp_path: Path, write_llama: WriteLlama, byte_tokenizer_json: str
+) -> None:
+    other = json.loads(byte_tokenizer_json)
+    vocab = other["model"]["vocab"]
+    first, second = list(vocab)[65:67]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    target = write_llama(tmp_path / "target")
+    draft = write_llama(tmp_path / "draft", tokenizer=json.dumps(other))
+    with pytest.raises(VocabularyError, match=r"another tokenizer.*Take a smaller model"):
+        LLM(str(target), drafter=f"model:model={draft}")
+
+
+def test_the_target_named_as_drafter_shares_its_weights(tmp_path: Path, write_llama: WriteLlama) -> None:
+    target = write_llama(tmp_path / "target")
+    llm = LLM(str(target), speculative_model=str(target), num_speculative_tokens=3)
+    assert llm.drafter.model is llm.loaded.model  # type: ignore[attr-defined]
+    output = llm.generate("Hello", PARAMS)[0]
+    assert output.speculation.num_accepted_tokens == output.speculation.num_draft_tokens == 18
+
+
+def test_a_drafter_with_a_shorter_context_stops_drafting(
+    tmp_path: Path, write_llama: WriteLlama, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = write_llama(tmp_path / "target")
+    draft = write_llama(tmp_path / "draft", seed=2)
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16}))
+    plain = LLM(str(target), drafter="none").generate("Hello", PARAMS)[0]
+    drafted = LLM(str(target), drafter=f"model:model={draft}").generate("Hello", PARAMS)[0]
+    assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
+    assert [record.message for record in caplog.records if "exhausted" in record.message] != []
+
+
+def test_backends_agree_up_to_rounding(tmp_path: Path, write_llama: WriteLlama) -> None:
+    pytest.importorskip("torch")
+    folder = write_llama(tmp_path / "target")
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    native = LLM(str(folder), dtype="float32").generate("Hello", params)[0]
+    torch = LLM(str(folder), backend="torch").generate("Hello", params)[0]
+    assert native.outputs[0].token_ids == torch.outputs[0].token_ids
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.bin"
+    path.write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=r"\.gguf"):
+        load_model(str(path), ModelOptions())
+
+
+def test_a_mis_shaped_tensor_is_named(tmp_path: Path, write_llama: WriteLlama) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    folder = write_llama(tmp_path / "target")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] = np.zeros((96, 63), np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.up_proj\.weight.*63.*64"):
+        load_model(str(folder), ModelOptions())

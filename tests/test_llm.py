@@ -1,0 +1,447 @@
+"""LLM on a toy that says a given text: everything a request can ask for, with drafts and without."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sakiyomi import LLM, RequestOutput, SamplingParams, StreamPiece
+from sakiyomi.assemble import LoadedModel
+from sakiyomi.drafters.ngram import NgramDrafter
+from sakiyomi.drafters.planted import PlantedDrafter, follow, scatter
+from sakiyomi.errors import ContextLengthError, ParameterError, UnknownNameError
+from sakiyomi.llm import _choose_drafter
+from sakiyomi.models.toy import Law, ToyModel, random_law, scripted_law
+from sakiyomi.text.chat import ChatTemplate
+from sakiyomi.text.tokenizer import Tokenizer
+from sakiyomi.tree import Draft
+from sakiyomi.types import Drafter, Sequence, TokenizerData
+
+VOCAB = 257
+END = 256
+PROMPT = "Say: "
+TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def load(law: Law, tokenizer: Tokenizer | None, **options: int) -> LoadedModel:
+    model = ToyModel(law, VOCAB, end_token_ids=(END,), **options)
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        chat_template=ChatTemplate(TokenizerData(chat_template=TEMPLATE)),
+        path=Path("toy"),
+    )
+
+
+def saying(text: str, tokenizer: Tokenizer, then: int = END) -> LoadedModel:
+    """A model that answers PROMPT with `text` and then `then` for ever."""
+    start = len(tokenizer.encode(PROMPT))
+    return load(scripted_law(VOCAB, tokenizer.encode(text), start=start, other=then), tokenizer)
+
+
+def planting(text: str, tokenizer: Tokenizer, num_tokens: int, tail: tuple[int, ...] = (END, 1, 2, 3)) -> Drafter:
+    """Drafts blocks of the true answer, running on behind its end."""
+    answer = (*tokenizer.encode(text), *tail)
+    script = follow({tuple(tokenizer.encode(PROMPT)): answer}, num_tokens)
+    return PlantedDrafter(PlantedDrafter.Config(script=script))
+
+
+def strip(output: RequestOutput) -> list[tuple[object, ...]]:
+    return [
+        (o.text, o.token_ids, o.finish_reason, o.stop_reason, o.logprobs, o.cumulative_logprob, o.seed)
+        for o in output.outputs
+    ]
+
+
+def check_all_ways(
+    loaded: LoadedModel, drafter: Drafter, params: SamplingParams, prompt: str = PROMPT
+) -> tuple[RequestOutput, list[StreamPiece]]:
+    """Plain, drafted and streamed answers agree in everything; returns the drafted answer and its pieces."""
+    plain = LLM.from_loaded(loaded).generate(prompt, params)[0]
+    drafted = LLM.from_loaded(loaded, drafter=drafter).generate(prompt, params)[0]
+    pieces = list(LLM.from_loaded(loaded, drafter=drafter).stream(prompt, params))
+    assert strip(drafted) == strip(plain)
+    streamed = pieces[-1].output
+    assert streamed is not None
+    assert strip(streamed) == strip(plain)
+    assert "".join(piece.text for piece in pieces) == plain.outputs[0].text
+    assert [piece.token_id for piece in pieces] == plain.outputs[0].token_ids
+    assert [piece.index for piece in pieces] == list(range(len(pieces)))
+    assert [i for i, piece in enumerate(pieces) if piece.source == "draft"] == drafted.outputs[0].drafted
+    return drafted, pieces
+
+
+# ---------------------------------------------------------------------------------------------- ends
+
+
+def test_an_end_id_as_the_fifth_of_an_accepted_block_of_eight(byte_tokenizer: Tokenizer) -> None:
+    loaded = saying("abcd", byte_tokenizer)
+    drafted, pieces = check_all_ways(
+        loaded, planting("abcd", byte_tokenizer, 8), SamplingParams(temperature=0, max_tokens=30, logprobs=5)
+    )
+    answer = drafted.outputs[0]
+    assert (answer.text, answer.finish_reason, answer.token_ids[-1]) == ("abcd", "stop", END)
+    assert len(answer.token_ids) == len(answer.logprobs or ()) == len(pieces) == 5
+    assert (drafted.speculation.num_steps, drafted.speculation.num_accepted_tokens) == (1, 5)
+    assert drafted.speculation.acceptance_per_position == [1.0] * 5
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_completed_by_the_third_token_of_a_block_of_six(byte_tokenizer: Tokenizer, include: bool) -> None:
+    loaded = saying("xyENDabc", byte_tokenizer)
+    script = byte_tokenizer.encode("xyENDabc")
+
+    def six_from_the_third(sequence: Sequence, budget: int) -> Draft:
+        return Draft.chain(script[sequence.num_new :][:6]) if sequence.num_new == 2 else Draft.empty()
+
+    drafter = PlantedDrafter(PlantedDrafter.Config(script=six_from_the_third))
+    params = SamplingParams(temperature=0, max_tokens=30, stop=["END"], include_stop_str_in_output=include)
+    drafted, pieces = check_all_ways(loaded, drafter, params)
+    answer = drafted.outputs[0]
+    assert answer.text == ("xyEND" if include else "xy")
+    assert (answer.finish_reason, answer.stop_reason) == ("stop", "END")
+    assert answer.token_ids == script[:5]
+    assert [piece.source for piece in pieces] == ["target", "target", "draft", "draft", "draft"]
+
+
+@pytest.mark.parametrize(("stop", "max_tokens", "reason"), [("c", 5, "stop"), ("e", 3, "length"), ("c", 3, "stop")])
+def test_stop_string_and_length_in_one_block(
+    byte_tokenizer: Tokenizer, stop: str, max_tokens: int, reason: str
+) -> None:
+    loaded = saying("abcdefgh", byte_tokenizer)
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, stop=stop, logprobs=0)
+    drafted, _ = check_all_ways(loaded, planting("abcdefgh", byte_tokenizer, 8), params)
+    assert drafted.outputs[0].finish_reason == reason
+    assert drafted.outputs[0].text == ("ab" if reason == "stop" else "abc")
+
+
+def test_characters_of_several_bytes_never_show_in_halves(byte_tokenizer: Tokenizer) -> None:
+    text = "先読み 👩‍👩‍👧 naïve"
+    drafted, pieces = check_all_ways(
+        saying(text, byte_tokenizer), planting(text, byte_tokenizer, 4), SamplingParams(temperature=0, max_tokens=99)
+    )
+    assert drafted.outputs[0].text == text
+    assert "\ufffd" not in "".join(piece.text for piece in pieces)
+
+
+# ---------------------------------------------------------------------------------------------- parameters
+
+
+def test_a_forbidden_drafted_token_is_not_emitted(byte_tokenizer: Tokenizer) -> None:
+    text = "abcd"
+    banned = byte_tokenizer.encode("c")[0]
+    for params in (
+        SamplingParams(temperature=0, max_tokens=8, logit_bias={banned: -100}),
+        SamplingParams(temperature=1, seed=3, max_tokens=8, min_p=0.3, logit_bias={banned: -100}),
+    ):
+        drafted, _ = check_all_ways(saying(text, byte_tokenizer), planting(text, byte_tokenizer, 6), params)
+        assert banned not in drafted.outputs[0].token_ids
+
+
+def test_a_frequency_penalty_counts_drafted_tokens_of_the_same_step(byte_tokenizer: Tokenizer) -> None:
+    """The favourite leads by 5: after three of them the runner-up wins, inside one draft of four."""
+    favourite, second = byte_tokenizer.encode("xy")
+
+    def law(tokens: object) -> np.ndarray:
+        logits = np.zeros(VOCAB, np.float32)
+        logits[[favourite, second]] = 9.0, 4.0
+        return logits
+
+    drafter = PlantedDrafter(PlantedDrafter.Config(script=lambda s, b: Draft.chain([favourite] * 4)))
+    params = SamplingParams(temperature=0, max_tokens=6, frequency_penalty=2.0)
+    drafted, _ = check_all_ways(load(law, byte_tokenizer), drafter, params)
+    assert drafted.outputs[0].text == "xxxyxy"
+
+
+@given(
+    temperature=st.sampled_from([0.0, 0.7, 1.0]),
+    top_p=st.sampled_from([1.0, 0.9]),
+    n=st.integers(1, 3),
+    seed=st.integers(0, 9),
+    logprobs=st.sampled_from([None, 0, 5]),
+)
+def test_any_request_is_the_same_with_drafts(
+    byte_tokenizer: Tokenizer, temperature: float, top_p: float, n: int, seed: int, logprobs: int | None
+) -> None:
+    params = SamplingParams(temperature=temperature, top_p=top_p, n=n, seed=seed, logprobs=logprobs, max_tokens=12)
+    loaded = load(random_law(VOCAB, seed), byte_tokenizer)
+    plain = LLM.from_loaded(loaded).generate([PROMPT, "Other"], params)
+    truth = {tuple(o.prompt_token_ids): o.outputs[0].token_ids for o in plain}
+    drafter = PlantedDrafter(PlantedDrafter.Config(script=scatter(truth, 7, VOCAB, seed)))
+    for max_num_seqs in (1, 4):
+        drafted = LLM.from_loaded(loaded, drafter=drafter, max_num_seqs=max_num_seqs).generate(
+            [PROMPT, "Other"], params
+        )
+        assert [strip(o) for o in drafted] == [strip(o) for o in plain]
+
+
+def test_three_samples_differ_and_the_first_is_the_single_one(byte_tokenizer: Tokenizer) -> None:
+    loaded = load(random_law(VOCAB, 1), byte_tokenizer)
+    llm = LLM.from_loaded(loaded)
+    three = llm.generate(PROMPT, SamplingParams(n=3, seed=5, max_tokens=8, logprobs=5))[0]
+    one = llm.generate(PROMPT, SamplingParams(seed=5, max_tokens=8, logprobs=5))[0]
+    assert three.outputs[0] == one.outputs[0]
+    assert len({tuple(o.token_ids) for o in three.outputs}) == 3
+    again = llm.generate(PROMPT, SamplingParams(seed=three.outputs[2].seed, max_tokens=8))[0]
+    assert again.outputs[0].token_ids == three.outputs[2].token_ids
+
+
+def test_logprobs_hold_the_chosen_token_and_the_best(byte_tokenizer: Tokenizer) -> None:
+    llm = LLM.from_loaded(load(random_law(VOCAB, 1), byte_tokenizer))
+    answer = llm.generate(PROMPT, SamplingParams(seed=5, max_tokens=8, logprobs=5))[0].outputs[0]
+    for token, entry in zip(answer.token_ids, answer.logprobs or (), strict=True):
+        assert token in entry
+        assert sorted(x.rank for x in entry.values() if x.rank) == [1, 2, 3, 4, 5]
+        assert len(entry) in (5, 6)
+        assert all(x.logprob < 0 for x in entry.values())
+    total = sum(entry[token].logprob for token, entry in zip(answer.token_ids, answer.logprobs or (), strict=True))
+    assert answer.cumulative_logprob == pytest.approx(total)
+
+
+def test_seeds_are_drawn_reported_and_repeatable(byte_tokenizer: Tokenizer) -> None:
+    loaded = load(random_law(VOCAB, 1), byte_tokenizer)
+    drawn = LLM.from_loaded(loaded).generate(PROMPT, SamplingParams(max_tokens=8))[0]
+    again = LLM.from_loaded(loaded).generate(PROMPT, SamplingParams(max_tokens=8, seed=drawn.seed))[0]
+    assert again.outputs == drawn.outputs
+    first, second = (
+        [o.outputs[0].token_ids for o in LLM.from_loaded(loaded, seed=4).generate([PROMPT] * 2)] for _ in range(2)
+    )
+    assert first == second
+    assert first[0] != first[1]
+
+
+# ---------------------------------------------------------------------------------------------- many prompts
+
+
+def test_a_prompt_that_fails_does_not_lose_the_others(byte_tokenizer: Tokenizer) -> None:
+    llm = LLM.from_loaded(load(random_law(VOCAB, 1), byte_tokenizer, max_model_len=20), max_num_seqs=2)
+    prompts = ["one", "", "x" * 20, [1, 999], "two"]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=4))
+    assert [type(o.error) for o in outputs] == [
+        type(None),
+        ContextLengthError,
+        ContextLengthError,
+        ParameterError,
+        type(None),
+    ]
+    assert [o.prompt for o in outputs] == ["one", None, None, None, "two"]
+    assert outputs[0].outputs == llm.generate("one", SamplingParams(temperature=0, max_tokens=4))[0].outputs
+    assert outputs[4].outputs == llm.generate("two", SamplingParams(temperature=0, max_tokens=4))[0].outputs
+
+
+def test_a_law_that_breaks_for_one_sequence_stops_that_one(byte_tokenizer: Tokenizer) -> None:
+    bad = byte_tokenizer.encode("!")[0]
+    inner = random_law(VOCAB, 1)
+
+    def law(tokens: list[int]) -> np.ndarray:
+        logits = inner(tokens)
+        return np.full_like(logits, np.nan) if bad in tokens[:3] else logits
+
+    llm = LLM.from_loaded(load(law, byte_tokenizer))
+    good, broken, fine = llm.generate(["abc", "ab!", "xyz"], SamplingParams(temperature=0, max_tokens=4))
+    assert good.error is None
+    assert fine.error is None
+    assert "nan" in str(broken.error)
+    assert broken.outputs[0].finish_reason == "error"
+    with pytest.raises(Exception, match="nan"):
+        llm.generate("ab!", SamplingParams(temperature=0))
+
+
+def test_prompts_come_in_vllms_forms(byte_tokenizer: Tokenizer) -> None:
+    llm = LLM.from_loaded(load(random_law(VOCAB, 1), byte_tokenizer))
+    ids = byte_tokenizer.encode("abc")
+    params = SamplingParams(temperature=0, max_tokens=4)
+    forms = ["abc", ids, {"prompt": "abc"}, {"prompt_token_ids": ids}]
+    answers = [llm.generate(form, params)[0].outputs[0].token_ids for form in forms]
+    assert [o.outputs[0].token_ids for o in llm.generate(forms, [params] * 4)] == answers
+    assert len({tuple(a) for a in answers}) == 1
+    with pytest.raises(ParameterError, match="3 sampling parameters for 4 prompts"):
+        llm.generate(forms, [params] * 3)
+
+
+# ---------------------------------------------------------------------------------------------- streams and sessions
+
+
+def test_closing_a_stream_frees_its_cache(byte_tokenizer: Tokenizer) -> None:
+    loaded = load(random_law(VOCAB, 1), byte_tokenizer)
+    caches: list[weakref.ref[object]] = []
+    make = loaded.model.new_cache
+
+    def note() -> object:
+        cache = make()
+        caches.append(weakref.ref(cache))
+        return cache
+
+    loaded.model.new_cache = note  # type: ignore[method-assign]
+    llm = LLM.from_loaded(loaded)
+    stream = llm.stream(PROMPT, SamplingParams(temperature=0, max_tokens=50))
+    next(stream)
+    stream.close()
+    del stream
+    gc.collect()
+    assert all(cache() is None for cache in caches)
+
+
+def test_the_llm_is_usable_after_an_interrupt(byte_tokenizer: Tokenizer) -> None:
+    inner = random_law(VOCAB, 1)
+    is_interrupting = True
+
+    def law(tokens: list[int]) -> np.ndarray:
+        if is_interrupting and len(tokens) > 10:
+            raise KeyboardInterrupt
+        return inner(tokens)
+
+    llm = LLM.from_loaded(load(law, byte_tokenizer), drafter=NgramDrafter())
+    params = SamplingParams(temperature=0, max_tokens=12)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([PROMPT, "Other"], params)
+    is_interrupting = False
+    assert llm.generate(PROMPT, params)[0].outputs[0].finish_reason == "length"
+
+
+class CountingToy(ToyModel):
+    num_rows = 0
+
+    def forward(self, spans):  # type: ignore[no-untyped-def]
+        self.num_rows += sum(len(span.tokens) for span in spans)
+        return super().forward(spans)
+
+
+def test_a_session_computes_only_the_new_turn_and_equals_a_fresh_start(byte_tokenizer: Tokenizer) -> None:
+    law = random_law(VOCAB - 1, 6, order=40, scale=1.0)
+    model = CountingToy(lambda tokens: np.append(law(tokens), np.float32(-9)), VOCAB, end_token_ids=(END,))
+    loaded = LoadedModel(
+        model=model,
+        tokenizer=byte_tokenizer,
+        chat_template=ChatTemplate(TokenizerData(chat_template=TEMPLATE)),
+        path=Path("toy"),
+    )
+    llm = LLM.from_loaded(loaded, drafter=NgramDrafter(NgramDrafter.Config(min_ngram=1)))
+    params = SamplingParams(temperature=1, seed=3, max_tokens=15)
+    session = llm.session("Be brief.")
+    for text in ("Hello", "And now?", "Bye"):
+        history = [*session.messages, {"role": "user", "content": text}]
+        before = model.num_rows
+        streamed = "".join(piece.text for piece in session.stream(text, params))
+        num_rows = model.num_rows - before
+        fresh = LLM.from_loaded(loaded).chat(history, params)[0]
+        assert streamed == fresh.outputs[0].text
+        assert session.messages[-1] == {"role": "assistant", "content": streamed}
+    assert num_rows < len(fresh.prompt_token_ids)
+
+
+def test_an_answer_that_is_stopped_stays_in_the_conversation(byte_tokenizer: Tokenizer) -> None:
+    llm = LLM.from_loaded(load(random_law(VOCAB - 1, 6), byte_tokenizer))
+    llm.loaded.model.law = lambda tokens: np.append(random_law(VOCAB - 1, 6)(tokens), np.float32(-9))  # type: ignore[attr-defined]
+    session = llm.session()
+    params = SamplingParams(temperature=0, max_tokens=30)
+    stream = session.stream("Hello", params)
+    pieces = [next(stream) for _ in range(5)]
+    stream.close()
+    assert session.messages[1]["content"].startswith("".join(piece.text for piece in pieces))
+    history = [*session.messages, {"role": "user", "content": "Go on"}]
+    streamed = "".join(piece.text for piece in session.stream("Go on", params))
+    assert streamed == llm.chat(history, params)[0].outputs[0].text
+
+
+def test_a_turn_that_does_not_fit_leaves_the_session_as_it_was(byte_tokenizer: Tokenizer) -> None:
+    llm = LLM.from_loaded(load(random_law(VOCAB, 6), byte_tokenizer, max_model_len=60))
+    session = llm.session()
+    with pytest.raises(ContextLengthError, match="context 60"):
+        session.stream("x" * 80)
+    assert session.messages == []
+
+
+# ---------------------------------------------------------------------------------------------- memory
+
+
+def test_a_long_prompt_over_a_large_vocabulary_needs_little_memory() -> None:
+    vocab_size = 262_144
+    model = ToyModel(scripted_law(vocab_size, {}, other=7), vocab_size, max_model_len=9_000)
+    llm = LLM.from_loaded(LoadedModel(model=model, tokenizer=None, chat_template=None, path=Path("toy")))
+    prompt = list(range(8_000))
+    tracemalloc.start()
+    try:
+        output = llm.generate(prompt, SamplingParams(temperature=1, max_tokens=4))[0]
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert output.outputs[0].token_ids == [7] * 4
+    assert peak < 50e6
+
+
+# ---------------------------------------------------------------------------------------------- naming a drafter
+
+
+@pytest.mark.parametrize(
+    ("config", "legacy", "expected"),
+    [
+        (None, {}, ("ngram", {})),
+        ({"method": "ngram", "num_speculative_tokens": 3}, {}, ("ngram", {"num_speculative_tokens": 3})),
+        ({"method": "ngram", "prompt_lookup_max": 5}, {}, ("ngram", {"max_ngram": 5, "min_ngram": 5})),
+        (
+            {"model": "[ngram]", "prompt_lookup_max": 4, "prompt_lookup_min": 2},
+            {},
+            ("ngram", {"max_ngram": 4, "min_ngram": 2}),
+        ),
+        (
+            {"model": "small", "num_speculative_tokens": 2},
+            {},
+            ("model", {"model": "small", "num_speculative_tokens": 2}),
+        ),
+        (
+            None,
+            {"speculative_model": "m", "num_speculative_tokens": 5},
+            ("model", {"model": "m", "num_speculative_tokens": 5}),
+        ),
+        (None, {"speculative_model": "[ngram]", "use_v2_block_manager": True}, ("ngram", {})),
+    ],
+)
+def test_vllms_keys_name_a_drafter(config: object, legacy: dict[str, object], expected: object) -> None:
+    assert _choose_drafter(None, config, legacy) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "config", "legacy", "message"),
+    [
+        (None, {"metod": "ngram"}, {}, "no key 'metod'.*method"),
+        (None, {"method": "magic"}, {}, "magic.*ngram, draft_model"),
+        (None, {"method": "draft_model"}, {}, "needs the key model"),
+        (None, None, {"speculativ_model": "x"}, "no option 'speculativ_model'.*speculative_model"),
+        ("ngram", {"method": "ngram"}, {}, "named twice"),
+    ],
+)
+def test_unknown_keys_are_errors_that_name_the_known(
+    drafter: str | None, config: dict[str, object] | None, legacy: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ParameterError, match=message):
+        _choose_drafter(drafter, config, legacy)
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "message"),
+    [
+        ("ngran", UnknownNameError, "did you mean 'ngram'.*model, ngram, none, planted"),
+        ("ngram:max_ngam=3", ParameterError, "did you mean 'max_ngram'"),
+        ("ngram:max_ngram=three", ParameterError, "give a number"),
+        ("ngram:max_ngram", ParameterError, "name:key=value"),
+        ("ngram:occurrence=first", ParameterError, "latest, earliest"),
+        ("model", ParameterError, "needs the option 'model'"),
+        ("none:x=1", ParameterError, "its options: none"),
+    ],
+)
+def test_a_wrong_drafter_is_refused_with_what_is_known(
+    byte_tokenizer: Tokenizer, spec: str, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        LLM.from_loaded(load(random_law(VOCAB), byte_tokenizer), drafter=spec)
