@@ -22,7 +22,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -165,7 +165,8 @@ class Ours:
         self.caches: dict[int, Cache] = {}
 
     def ask(self, request: Request) -> list[float]:
-        return getattr(self, f"_{request['do']}")(**{key: value for key, value in request.items() if key != "do"})
+        actions = {"forward": self._forward, "decode": self._decode, "prompt": self._prompt}
+        return actions[request["do"]](**{key: value for key, value in request.items() if key != "do"})
 
     def one_pass(self, rows: int, context: int) -> None:
         """A chain of `rows` rows behind `context` positions, and the best id of each row."""
@@ -221,7 +222,11 @@ class PeerProcess:
             stderr=self.log,
             text=True,
         )
-        self.facts = self._read()
+        try:
+            self.facts = self._read()
+        except PeerError:
+            self.close()
+            raise
 
     def ask(self, request: Request) -> list[float] | None:
         if self.is_slow and "repeats" in request:
@@ -233,9 +238,8 @@ class PeerProcess:
         return seconds
 
     def close(self) -> None:
-        self.process.terminate()
-        self.process.wait()
-        self.log.close()
+        with self.process, self.log:
+            self.process.terminate()
 
     def _read(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -259,12 +263,16 @@ class Plan:
 
     rows: Seq[int]
     contexts: Seq[int]
-    tokens: int
-    rounds: int
-    repeats: int
-    batch_tokens: int
-    starts: int
-    has_long_context: bool
+    prompts: Seq[int] = (64, 1000)
+    """Prompts behind which `tokens` tokens are decoded."""
+    first: int = 512
+    """The prompt whose first token is timed."""
+    tokens: int = 128
+    rounds: int = 7
+    repeats: int = 7
+    batch_tokens: int = 64
+    starts: int = 3
+    long_context: int | None = LONG_CONTEXT
 
     def requests(self) -> Iterator[tuple[str, Request]]:
         for context in self.contexts:
@@ -274,13 +282,13 @@ class Plan:
                     forward_key(rows, context),
                     {"do": "forward", "rows": rows, "context": context, "repeats": repeats},
                 )
-        for prompt in (64, 1000):
+        for prompt in self.prompts:
             yield f"decode {prompt}", {"do": "decode", "prompt": prompt, "tokens": self.tokens}
-        yield "prompt 512", {"do": "prompt", "prompt": 512}
+        yield f"prompt {self.first}", {"do": "prompt", "prompt": self.first}
 
 
-FULL = Plan(ROWS, CONTEXTS, 128, 7, 7, 64, 3, True)
-QUICK = Plan(QUICK_ROWS, CONTEXTS, 32, 3, 3, 16, 1, False)
+FULL = Plan(ROWS, CONTEXTS)
+QUICK = Plan(QUICK_ROWS, CONTEXTS, tokens=32, rounds=3, repeats=3, batch_tokens=16, starts=1, long_context=None)
 
 
 def forward_key(rows: int, context: int) -> str:
@@ -430,7 +438,7 @@ def measure_start(model: Path, threads: int, repeats: int) -> Start:
             line = process.stdout.readline()
             seconds = time.perf_counter() - start
         if process.returncode != 0:
-            raise RuntimeError("the program did not start; see its message above.")
+            raise RuntimeError("the program did not start; see its message above")
         starts.append(Start(seconds, *map(float, line.split())))
     return sorted(starts[1:], key=lambda one: one.seconds)[repeats // 2]
 
@@ -661,7 +669,7 @@ def main() -> int:
     args = parse_arguments()
     plan = QUICK if args.quick else FULL
     if args.rounds:
-        plan = Plan(**(asdict(plan) | {"rounds": args.rounds}))
+        plan = replace(plan, rounds=args.rounds)
     loaded = load_model(args.model, ModelOptions(backend="native", threads=args.threads, dtype=args.dtype))
     ours = Ours(loaded)
     with tempfile.TemporaryDirectory() as temporary:
@@ -685,9 +693,9 @@ def measure(plan: Plan, ours: Ours, peers: Seq[PeerProcess], failures: dict[str,
     meter = MachineMeter(int(ours.count_work(1, 0)[0]), ours.threads)
     times = run_rounds([ours, *peers], plan, meter)
     shapes = [(rows, context) for context in plan.contexts for rows in plan.rows]
-    if plan.has_long_context:
-        shapes += [(rows, LONG_CONTEXT) for rows in LONG_ROWS]
-    profiles = {STEP: profile_steps(ours, 64, plan.tokens)}
+    if plan.long_context:
+        shapes += [(rows, plan.long_context) for rows in LONG_ROWS]
+    profiles = {STEP: profile_steps(ours, plan.prompts[0], plan.tokens)}
     for rows, context in shapes:
         ours.one_pass(rows, context)
         repeats = 40 if rows <= 16 else 8

@@ -207,7 +207,7 @@ class Transformers(Peer):
         seconds = []
         for _ in range(repeats):
             seconds.append(timed(run))
-            cache.crop(context)
+            self._cut(cache, context)
         return seconds
 
     def decode(self, prompt: int, tokens: int) -> list[float]:
@@ -220,7 +220,7 @@ class Transformers(Peer):
                 self.model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
 
         seconds = timed(run)
-        cache.crop(prompt - 1)
+        self._cut(cache, prompt - 1)
         return [seconds]
 
     def prompt(self, prompt: int) -> list[float]:
@@ -231,6 +231,10 @@ class Transformers(Peer):
                 self.model(input_ids=ids, use_cache=True, logits_to_keep=1)
 
         return [timed(run)]
+
+    @staticmethod
+    def _cut(cache: Any, length: int) -> None:
+        cache.crop(length - cache.get_seq_length())  # below zero: how many to drop
 
     def _at(self, length: int) -> Any:
         if length not in self.caches:
@@ -327,7 +331,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("engine", choices=PEERS)
     parser.add_argument("model", type=Path, help="a .gguf file")
-    parser.add_argument("--precision", default="file", help="llama-cpp: Q8_0, Q4_0, or the file as it is")
+    parser.add_argument("--precision", default="file", help="of llama-cpp: Q8_0, Q4_0, or the file as it is")
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--work", type=Path, required=True, help="where converted models are kept")
     args = parser.parse_args()
