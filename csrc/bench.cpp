@@ -75,30 +75,33 @@ std::int64_t multiply_portable(std::int64_t count) {
 
 #ifdef SAKIYOMI_X86
 __attribute__((target("avx2"))) std::int64_t multiply_avx2(std::int64_t count) {
-    __m256i totals[kChains], weights = _mm256_set1_epi8(3), inputs = _mm256_set1_epi8(-2);
+    __m256i totals[kChains] = {}, weights = _mm256_set1_epi8(3), inputs = _mm256_set1_epi8(-2);
     const __m256i ones = _mm256_set1_epi16(1);
-    for (int chain = 0; chain < kChains; ++chain) totals[chain] = _mm256_setzero_si256();
-    for (std::int64_t round = 0; round < count; ++round)
+    for (std::int64_t round = 0; round < count; ++round) {
+#pragma GCC unroll 8
         for (int chain = 0; chain < kChains; ++chain) {
-            asm volatile("" : "+x"(weights), "+x"(inputs));
+            asm volatile("" : "+x"(weights), "+x"(inputs));  // or the compiler would multiply once
             const __m256i pairs = _mm256_madd_epi16(_mm256_maddubs_epi16(weights, inputs), ones);
             totals[chain] = _mm256_add_epi32(totals[chain], pairs);
-            asm volatile("" : "+x"(totals[chain]));
         }
+    }
+    for (int chain = 1; chain < kChains; ++chain) totals[0] = _mm256_add_epi32(totals[0], totals[chain]);
+    asm volatile("" : : "x"(totals[0]));
     return count * kChains * 64;
 }
 
 __attribute__((target("avx512f,avx512vnni"))) std::int64_t multiply_avx512(std::int64_t count) {
     enum { kManyChains = 16 };  // two units with five cycles of latency need at least ten
     __m512i totals[kManyChains], weights = _mm512_set1_epi8(3), inputs = _mm512_set1_epi8(-2);
-    for (int chain = 0; chain < kManyChains; ++chain) totals[chain] = _mm512_setzero_si512();
+#pragma GCC unroll 16
+    for (int chain = 0; chain < kManyChains; ++chain) totals[chain] = _mm512_set1_epi32(chain);  // or they would be one
     for (std::int64_t round = 0; round < count; ++round) {
 #pragma GCC unroll 16
-        for (int chain = 0; chain < kManyChains; ++chain) {
+        for (int chain = 0; chain < kManyChains; ++chain)
             totals[chain] = _mm512_dpbusd_epi32(totals[chain], weights, inputs);
-            asm volatile("" : "+v"(totals[chain]));
-        }
     }
+    for (int chain = 1; chain < kManyChains; ++chain) totals[0] = _mm512_add_epi32(totals[0], totals[chain]);
+    asm volatile("" : : "v"(totals[0]));
     return count * kManyChains * 128;
 }
 #endif
