@@ -7,12 +7,14 @@ namespace {
 
 using sakiyomi::AttendJob;
 using sakiyomi::kGroup;
-using sakiyomi::kGroupBytes;
+using sakiyomi::group_bytes;
+using sakiyomi::input_group_bytes;
 using sakiyomi::kKeyBlock;
 using sakiyomi::kLanes;
 using sakiyomi::kMaxHeadDim;
-using sakiyomi::kQuantBytes;
 using sakiyomi::LinearJob;
+using sakiyomi::Storage;
+using sakiyomi::value_bytes;
 
 enum { kAheadBytes = 2304 };  // four groups: far enough for memory to answer, near enough to stay in the first cache
 
@@ -37,52 +39,179 @@ inline void store_outputs(const LinearJob& job, int64_t row, int64_t block, Vf v
     }
 }
 
-template <int ROWS, int BLOCKS, bool IS_FIRST_PASS>
-void quantized_tile(const LinearJob& job, int64_t row, int64_t block) {
-    const int64_t num_groups = job.num_inputs / kGroup;
-    const uint8_t* weights = job.weights + block * job.block_bytes;
-    const int8_t* values[ROWS];
-    const float* scales[ROWS];
-    for (int r = 0; r < ROWS; ++r) {
-        const uint8_t* input = job.inputs + (row + r) * job.input_stride;
-        values[r] = reinterpret_cast<const int8_t*>(input);
-        scales[r] = reinterpret_cast<const float*>(input + job.num_inputs);
-    }
-    Vf total[ROWS][BLOCKS];
+// Dot products of a group of weights with a group of each row; exact integers in whatever order.
+template <Storage STORAGE, int ROWS, int BLOCKS>
+inline __attribute__((always_inline)) void dot_group(const uint8_t* weights, int64_t block_bytes, const int8_t* values,
+                                                     Vi (*sums)[BLOCKS]) {
     for (int r = 0; r < ROWS; ++r)
-        for (int b = 0; b < BLOCKS; ++b) total[r][b] = set1(0.0f);
-    for (int64_t group = 0; group < num_groups; ++group) {
-        const uint8_t* here = weights + group * kGroupBytes;
-        if (IS_FIRST_PASS) {
-            const uint8_t* ahead = here + kAheadBytes;
-            if (ahead >= weights + job.block_bytes) ahead += (BLOCKS - 1) * job.block_bytes;
-            for (int b = 0; b < BLOCKS; ++b)
-                for (int line = 0; line < kGroupBytes; line += 64) prefetch(ahead + b * job.block_bytes + line);
-        }
-        Vi sums[ROWS][BLOCKS];
-        for (int r = 0; r < ROWS; ++r)
-            for (int b = 0; b < BLOCKS; ++b) sums[r][b] = zero_int();
-#pragma GCC unroll 8
-        for (int k = 0; k < kGroup / 4; ++k) {
-            Wq w[BLOCKS];
-            for (int b = 0; b < BLOCKS; ++b) w[b] = load_weights(here + b * job.block_bytes + k * 4 * kLanes);
+        for (int b = 0; b < BLOCKS; ++b) sums[r][b] = zero_int();
+    Wq w[BLOCKS];
+    if (STORAGE == Storage::kNibbles) {
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; ++k) {
+            for (int b = 0; b < BLOCKS; ++b) w[b] = load_high(weights + b * block_bytes + k * 4 * kLanes);
             for (int r = 0; r < ROWS; ++r) {
-                const Aq a = load_inputs(values[r] + group * kGroup + k * 4);
+                const Aq a = load_inputs(values + r * kGroup + (k + 4) * 4);
                 for (int b = 0; b < BLOCKS; ++b) sums[r][b] = dot4(sums[r][b], w[b], a);
             }
         }
-        for (int b = 0; b < BLOCKS; ++b) {
-            const uint16_t* halves = reinterpret_cast<const uint16_t*>(here + b * job.block_bytes + kQuantBytes);
-            const Vf scale = load(halves), low = load(halves + kLanes);
+        for (int r = 0; r < ROWS; ++r)
+            for (int b = 0; b < BLOCKS; ++b) sums[r][b] = shift_high(sums[r][b]);
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; ++k) {
+            for (int b = 0; b < BLOCKS; ++b) w[b] = load_low(weights + b * block_bytes + k * 4 * kLanes);
             for (int r = 0; r < ROWS; ++r) {
-                const Vf product = mul(scale, set1(scales[r][group]));
-                total[r][b] = fma(to_float(sums[r][b]), product, total[r][b]);
-                total[r][b] = fma(low, set1(scales[r][num_groups + group]), total[r][b]);
+                const Aq a = load_inputs(values + r * kGroup + k * 4);
+                for (int b = 0; b < BLOCKS; ++b) sums[r][b] = dot4(sums[r][b], w[b], a);
+            }
+        }
+    } else {
+#pragma GCC unroll 8
+        for (int k = 0; k < 8; ++k) {
+            for (int b = 0; b < BLOCKS; ++b) w[b] = load_weights(weights + b * block_bytes + k * 4 * kLanes);
+            for (int r = 0; r < ROWS; ++r) {
+                const Aq a = load_inputs(values + r * kGroup + k * 4);
+                for (int b = 0; b < BLOCKS; ++b) sums[r][b] = dot4(sums[r][b], w[b], a);
             }
         }
     }
+}
+
+// What a group adds to the totals of one row and block: the only rounding steps of a quantized product.
+inline Vf add_group(Vf total, Vf sum, Vf scale, Vf low, const float* input_scale, const float* input_sum) {
+    total = fma(sum, mul(scale, set1(*input_scale)), total);
+    return fma(low, set1(*input_sum), total);
+}
+
+// Where a tile reads: `values` may be an unpacked copy of the weights' values, `halves` are the weights' own.
+struct TileSource {
+    const uint8_t* values;
+    int64_t value_stride, value_block;  // bytes from group to group, from block to block
+    const uint8_t* halves;
+    int64_t halves_stride, halves_block;
+};
+
+// totals [ROWS][BLOCKS][16] is memory, so that the integer sums may have the registers.
+template <Storage STORAGE, int ROWS, int BLOCKS>
+__attribute__((noinline)) void quantized_tile(const LinearJob& job, TileSource source, int64_t row, int64_t block,
+                                              float* totals, const uint8_t* ahead, int64_t ahead_stride) {
+    const int64_t num_groups = job.num_inputs / kGroup, input_bytes = input_group_bytes(job.num_rows);
+    const uint8_t* group_inputs = job.inputs;
+    for (int i = 0; i < ROWS * BLOCKS; ++i) store(totals + i * kLanes, set1(0.0f));
+    for (int64_t group = 0; group < num_groups; ++group) {
+        if (ahead) {
+            for (int b = 0; b < BLOCKS; ++b)
+                for (int line = 0; line < group_bytes(STORAGE); line += 64) prefetch(ahead + b * job.block_bytes + line);
+            ahead += ahead_stride;
+        }
+        Vi sums[ROWS][BLOCKS];
+        dot_group<STORAGE, ROWS, BLOCKS>(source.values, source.value_block,
+                                         reinterpret_cast<const int8_t*>(group_inputs) + row * kGroup, sums);
+        const float* scales = reinterpret_cast<const float*>(group_inputs + job.num_rows * kGroup) + row;
+        const float* scaled_sums = scales + job.num_rows;
+        for (int b = 0; b < BLOCKS; ++b) {
+            const uint16_t* halves = reinterpret_cast<const uint16_t*>(source.halves + b * source.halves_block);
+            const Vf scale = load(halves), low = load(halves + kLanes);
+            for (int r = 0; r < ROWS; ++r) {
+                float* total = totals + (r * BLOCKS + b) * kLanes;
+                store(total, add_group(load(total), to_float(sums[r][b]), scale, low, scales + r, scaled_sums + r));
+            }
+        }
+        source.values += source.value_stride;
+        source.halves += source.halves_stride;
+        group_inputs += input_bytes;
+    }
     for (int r = 0; r < ROWS; ++r)
-        for (int b = 0; b < BLOCKS; ++b) store_outputs(job, row + r, block + b, total[r][b]);
+        for (int b = 0; b < BLOCKS; ++b) store_outputs(job, row + r, block + b, load(totals + (r * BLOCKS + b) * kLanes));
+}
+
+template <Storage STORAGE, int ROWS>
+void run_tile(const LinearJob& job, const TileSource& source, int64_t row, int64_t block, int64_t num_blocks,
+              float* totals, const uint8_t* ahead, int64_t ahead_stride) {
+    constexpr int kMost = blocks_for(ROWS);
+    TileSource here = source;
+    for (int64_t b = 0; b < num_blocks;) {
+        const int64_t left = num_blocks - b;
+        int64_t taken = 1;
+        if (left >= kMost) {
+            taken = kMost;
+            quantized_tile<STORAGE, ROWS, kMost>(job, here, row, block + b, totals, ahead, ahead_stride);
+        } else if (kMost > 2 && left >= 2) {
+            taken = 2;
+            quantized_tile<STORAGE, ROWS, (kMost > 2 ? 2 : 1)>(job, here, row, block + b, totals, ahead, ahead_stride);
+        } else {
+            quantized_tile<STORAGE, ROWS, 1>(job, here, row, block + b, totals, ahead, ahead_stride);
+        }
+        here.values += taken * here.value_block;
+        here.halves += taken * here.halves_block;
+        if (ahead) ahead += taken * job.block_bytes;
+        b += taken;
+    }
+}
+
+template <Storage STORAGE>
+void run_rows(const LinearJob& job, const TileSource& source, int64_t row, int64_t count, int64_t block,
+              int64_t num_blocks, float* totals, const uint8_t* ahead, int64_t ahead_stride) {
+#define SAKIYOMI_ROWS(n) \
+    case n: return run_tile<STORAGE, (n <= kTileRows ? n : 1)>(job, source, row, block, num_blocks, totals, ahead, ahead_stride)
+    switch (count) {
+        SAKIYOMI_ROWS(1);
+        SAKIYOMI_ROWS(2);
+        SAKIYOMI_ROWS(3);
+        SAKIYOMI_ROWS(4);
+        SAKIYOMI_ROWS(5);
+        SAKIYOMI_ROWS(6);
+        SAKIYOMI_ROWS(7);
+        SAKIYOMI_ROWS(8);
+    }
+#undef SAKIYOMI_ROWS
+}
+
+#ifndef SAKIYOMI_AMX
+// All rows over unpacked blocks, in tiles of nearly equal size.
+inline void run_all_rows(const LinearJob& job, const TileSource& source, int64_t block, int64_t num_blocks, float* totals,
+                         const uint8_t* ahead, int64_t ahead_stride) {
+    const int64_t num_tiles = (job.num_rows + kTileRows - 1) / kTileRows;
+    for (int64_t tile = 0; tile < num_tiles; ++tile) {
+        const int64_t row = job.num_rows * tile / num_tiles, end = job.num_rows * (tile + 1) / num_tiles;
+        run_rows<Storage::kBytes>(job, source, row, end - row, block, num_blocks, totals, tile ? nullptr : ahead, ahead_stride);
+    }
+}
+#endif
+
+template <Storage STORAGE>
+void run_quantized(const LinearJob& job, int64_t first_block, int64_t last_block) {
+    alignas(64) float totals[kTileRows * kTileBlocks * kLanes];
+    const int64_t num_groups = job.num_inputs / kGroup, size = group_bytes(STORAGE);
+    for (int64_t block = first_block; block < last_block; block += kTileBlocks) {
+        const int64_t num_blocks = min_of(kTileBlocks, last_block - block);
+        const uint8_t* weights = job.weights + block * job.block_bytes;
+        const TileSource packed{weights, size, job.block_bytes, weights + value_bytes(STORAGE), size, job.block_bytes};
+        if (job.num_rows <= kTileRows) {
+            run_rows<STORAGE>(job, packed, 0, job.num_rows, block, num_blocks, totals, weights + kAheadBytes, size);
+            continue;
+        }
+        // Several passes over the same blocks: unpacked once, and the next blocks fetched meanwhile.
+        TileSource source = packed;
+        if (STORAGE == Storage::kNibbles) {
+            for (int64_t b = 0; b < num_blocks; ++b)
+                for (int64_t group = 0; group < num_groups; ++group)
+                    unpack_nibbles(weights + b * job.block_bytes + group * size,
+                                   job.scratch + (b * num_groups + group) * kGroup * kLanes);
+            source.values = job.scratch;
+            source.value_stride = kGroup * kLanes;
+            source.value_block = num_groups * kGroup * kLanes;
+        }
+        const uint8_t* ahead = block + kTileBlocks < last_block ? weights + kTileBlocks * job.block_bytes : nullptr;
+        run_all_rows(job, source, block, num_blocks, totals, ahead, size);
+    }
+}
+
+void linear_quantized(const LinearJob* job, int64_t first_block, int64_t last_block) {
+    if (job->storage == Storage::kNibbles)
+        run_quantized<Storage::kNibbles>(*job, first_block, last_block);
+    else
+        run_quantized<Storage::kBytes>(*job, first_block, last_block);
 }
 
 template <int ROWS, int BLOCKS, bool IS_FIRST_PASS>
@@ -108,58 +237,47 @@ void dense_tile(const LinearJob& job, int64_t row, int64_t block) {
         for (int b = 0; b < BLOCKS; ++b) store_outputs(job, row + r, block + b, total[r][b]);
 }
 
-struct QuantizedTile {
-    template <int ROWS, int BLOCKS, bool IS_FIRST_PASS>
-    static void run(const LinearJob& job, int64_t row, int64_t block) {
-        quantized_tile<ROWS, BLOCKS, IS_FIRST_PASS>(job, row, block);
-    }
-};
-struct DenseTile {
-    template <int ROWS, int BLOCKS, bool IS_FIRST_PASS>
-    static void run(const LinearJob& job, int64_t row, int64_t block) {
-        dense_tile<ROWS, BLOCKS, IS_FIRST_PASS>(job, row, block);
-    }
-};
-
-template <class Tile, int BLOCKS, bool IS_FIRST_PASS>
-void run_rows(const LinearJob& job, int64_t row, int64_t count, int64_t block) {
+template <int BLOCKS, bool IS_FIRST_PASS>
+void dense_rows(const LinearJob& job, int64_t row, int64_t count, int64_t block) {
     switch (count) {
-        case 1: return Tile::template run<1, BLOCKS, IS_FIRST_PASS>(job, row, block);
-        case 2: return Tile::template run<2, BLOCKS, IS_FIRST_PASS>(job, row, block);
-        case 3: return Tile::template run<3, BLOCKS, IS_FIRST_PASS>(job, row, block);
-        default: return Tile::template run<4, BLOCKS, IS_FIRST_PASS>(job, row, block);
+        case 1: return dense_tile<1, BLOCKS, IS_FIRST_PASS>(job, row, block);
+        case 2: return dense_tile<2, BLOCKS, IS_FIRST_PASS>(job, row, block);
+        case 3: return dense_tile<3, BLOCKS, IS_FIRST_PASS>(job, row, block);
+        default: return dense_tile<4, BLOCKS, IS_FIRST_PASS>(job, row, block);
     }
 }
 
 // All rows over a few neighbouring blocks: the first pass streams them, later passes find them in the cache.
-template <class Tile, int BLOCKS>
-void run_blocks(const LinearJob& job, int64_t block) {
-    run_rows<Tile, BLOCKS, true>(job, 0, min_of(kTileRows, job.num_rows), block);
-    for (int64_t row = kTileRows; row < job.num_rows; row += kTileRows)
-        run_rows<Tile, BLOCKS, false>(job, row, min_of(kTileRows, job.num_rows - row), block);
+template <int BLOCKS>
+void dense_blocks(const LinearJob& job, int64_t block) {
+    dense_rows<BLOCKS, true>(job, 0, min_of(kDenseRows, job.num_rows), block);
+    for (int64_t row = kDenseRows; row < job.num_rows; row += kDenseRows)
+        dense_rows<BLOCKS, false>(job, row, min_of(kDenseRows, job.num_rows - row), block);
 }
 
-template <class Tile>
-void run_linear(const LinearJob* job, int64_t first_block, int64_t last_block) {
+void linear_dense(const LinearJob* job, int64_t first_block, int64_t last_block) {
     int64_t block = first_block;
-    for (; block + kTileBlocks <= last_block; block += kTileBlocks) run_blocks<Tile, kTileBlocks>(*job, block);
-    for (; block < last_block; ++block) run_blocks<Tile, 1>(*job, block);
+    for (; block + kDenseBlocks <= last_block; block += kDenseBlocks) dense_blocks<kDenseBlocks>(*job, block);
+    for (; block < last_block; ++block) dense_blocks<1>(*job, block);
 }
 
 // ---------------------------------------------------------------------------------------------- rows
 
 // Symmetric 8-bit values in groups of 32: scale = largest magnitude / 127.
-void quantize(const float* x, int64_t num_groups, int8_t* values, float* scales, float* scaled_sums) {
-    for (int64_t group = 0; group < num_groups; ++group, x += kGroup, values += kGroup) {
+void quantize(const float* x, int64_t num_groups, uint8_t* out, int64_t row, int64_t num_rows) {
+    const int64_t step = input_group_bytes(num_rows);
+    for (int64_t group = 0; group < num_groups; ++group, x += kGroup, out += step) {
         const Vf x0 = load(x), x1 = load(x + kLanes);
         const float largest = reduce_max(max(abs(x0), abs(x1)));
         const bool is_zero = largest < 1e-30f;  // below this 127 / largest could overflow
         const float scale = is_zero ? 0.0f : largest / 127.0f, inverse = is_zero ? 0.0f : 127.0f / largest;
         const Vi v0 = round_to_int(mul(x0, set1(inverse))), v1 = round_to_int(mul(x1, set1(inverse)));
+        int8_t* values = reinterpret_cast<int8_t*>(out) + row * kGroup;
         store_int8(values, v0);
         store_int8(values + kLanes, v1);
-        scales[group] = scale;
-        scaled_sums[group] = scale * static_cast<float>(reduce_add(add(v0, v1)));
+        float* scales = reinterpret_cast<float*>(out + num_rows * kGroup) + row;
+        scales[0] = scale;
+        scales[num_rows] = scale * static_cast<float>(reduce_add(add(v0, v1)));
     }
 }
 
@@ -396,6 +514,6 @@ void attend(const AttendJob* job) {
 
 #define SAKIYOMI_KERNELS(name)                                                                                     \
     {                                                                                                              \
-        name, run_linear<QuantizedTile>, run_linear<DenseTile>, quantize, rms_norm, rope, to_half, from_half,      \
+        name, linear_quantized, linear_dense, quantize, rms_norm, rope, to_half, from_half,      \
             attend<uint16_t>, attend<float>, silu_mul, add_rows, argmax                                            \
     }

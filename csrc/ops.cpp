@@ -80,24 +80,24 @@ void linear(Matrix x, const PackedWeight& weight, std::optional<Vector> bias, Ou
     check_threads(num_threads, kMaxThreads);
     const Kernels& kernel = kernels();
     const float* rows = x.data();
-    const std::int64_t stride = weight.is_quantized ? QuantizedRows::stride(width) : width * 4;
     nb::gil_scoped_release released;
     Pool::Lease lease(threads_for(num_threads, num_rows * width * weight.num_outputs / 8));
-    QuantizedRows quantized{nullptr, width};
-    if (weight.is_quantized)
-        quantized.bytes = reinterpret_cast<std::uint8_t*>(lease.scratch(static_cast<std::size_t>(num_rows * stride)));
-    const void* inputs = weight.is_quantized ? static_cast<const void*>(quantized.bytes) : rows;
-    const LinearJob job = linear_job(weight, inputs, stride, num_rows, bias ? bias->data() : nullptr, nullptr,
-                                     out.data(), weight.num_outputs);
+    QuantizedRows quantized{nullptr, width, num_rows};
+    if (weight.is_quantized())
+        quantized.bytes = reinterpret_cast<std::uint8_t*>(
+            lease.scratch(static_cast<std::size_t>(QuantizedRows::num_bytes(width, num_rows))));
+    const void* inputs = weight.is_quantized() ? static_cast<const void*>(quantized.bytes) : rows;
     lease.run([&](Team& team, int rank) {
         mark(Phase::kHead);  // the only matrix of a decoder that stands outside its stack
-        if (weight.is_quantized) {
+        if (weight.is_quantized()) {
             const Range mine = split(num_rows, rank, team.size());
             for (std::int64_t row = mine.begin; row < mine.end; ++row)
                 quantized.write(kernel, row, rows + row * width, 0, width);
             team.barrier();
         }
-        const Range blocks = split(weight.num_blocks(), rank, team.size());
+        const Range blocks = split(weight.num_blocks(), rank, team.size(), 4);
+        const LinearJob job = linear_job(weight, inputs, width * 4, num_rows, bias ? bias->data() : nullptr, nullptr,
+                                         out.data(), weight.num_outputs);
         run_linear(kernel, weight, job, blocks.begin, blocks.end);
     });
 }

@@ -62,12 +62,12 @@ struct Workspace {
         };
         Workspace space;
         space.normed = static_cast<float*>(take(copies * rows * sizes.hidden * 4));
-        space.inputs = static_cast<std::uint8_t*>(take(copies * rows * QuantizedRows::stride(sizes.hidden)));
+        space.inputs = static_cast<std::uint8_t*>(take(copies * QuantizedRows::num_bytes(sizes.hidden, rows)));
         space.qkv = static_cast<float*>(take(rows * sizes.qkv_width() * 4));
         space.attended = static_cast<float*>(take(rows * sizes.attended_width() * 4));
-        space.attended_inputs = static_cast<std::uint8_t*>(take(rows * QuantizedRows::stride(sizes.attended_width())));
+        space.attended_inputs = static_cast<std::uint8_t*>(take(QuantizedRows::num_bytes(sizes.attended_width(), rows)));
         space.gate_up = static_cast<float*>(take(rows * 2 * sizes.inner * 4));
-        space.inner_inputs = static_cast<std::uint8_t*>(take(rows * QuantizedRows::stride(sizes.inner)));
+        space.inner_inputs = static_cast<std::uint8_t*>(take(QuantizedRows::num_bytes(sizes.inner, rows)));
         if (out != nullptr) *out = space;
         return used;
     }
@@ -124,7 +124,7 @@ class Pass {
 
     void linear(const PackedWeight& weight, Rows rows, const float* bias, const float* residual, float* out,
                 const Team& team, int rank) const {
-        const Range blocks = split(weight.num_blocks(), rank, team.size());
+        const Range blocks = split(weight.num_blocks(), rank, team.size(), 4);
         const LinearJob job =
             linear_job(weight, rows.data, rows.stride, num_rows, bias, residual, out, weight.num_outputs);
         run_linear(kernels, weight, job, blocks.begin, blocks.end);
@@ -133,17 +133,18 @@ class Pass {
     // Normed rows as the next weight wants them. A single row is cheaper to repeat on every thread than to wait for.
     Rows norm(const float* weight, const PackedWeight& next, Team& team, int rank) const {
         const bool is_repeated = num_rows == 1;
-        const std::int64_t copy = is_repeated ? rank : 0, stride = QuantizedRows::stride(sizes.hidden);
+        const std::int64_t copy = is_repeated ? rank : 0;
         const Range mine = is_repeated ? Range{0, num_rows} : my_rows(team, rank);
         float* normed = space.normed + copy * num_rows * sizes.hidden;
-        const QuantizedRows quantized{space.inputs + copy * num_rows * stride, sizes.hidden};
+        const QuantizedRows quantized{space.inputs + copy * QuantizedRows::num_bytes(sizes.hidden, num_rows), sizes.hidden,
+                                      num_rows};
         for (std::int64_t row = mine.begin; row < mine.end; ++row) {
             float* out = normed + row * sizes.hidden;
             kernels.rms_norm(x + row * sizes.hidden, weight, eps, sizes.hidden, out);
-            if (next.is_quantized) quantized.write(kernels, row, out, 0, sizes.hidden);
+            if (next.is_quantized()) quantized.write(kernels, row, out, 0, sizes.hidden);
         }
         if (!is_repeated) team.barrier();
-        if (next.is_quantized) return {quantized.bytes, stride};
+        if (next.is_quantized()) return {quantized.bytes, 0};
         return {normed, sizes.hidden * 4};
     }
 
@@ -177,8 +178,8 @@ class Pass {
                             static_cast<float>(1.0 / std::sqrt(static_cast<double>(dim))), space.qkv, sizes.qkv_width(),
                             space.attended, width, 1};
         attention.choose_items(team.size());
-        const QuantizedRows quantized{space.attended_inputs, width};
-        const bool quantize = layer.output->is_quantized, by_head = dim % kGroup == 0;
+        const QuantizedRows quantized{space.attended_inputs, width, num_rows};
+        const bool quantize = layer.output->is_quantized(), by_head = dim % kGroup == 0;
         const Range mine = split(attention.num_items(), rank, team.size());
         for (std::int64_t item = mine.begin; item < mine.end; ++item) {
             const Attention::Done done = attention.run_item(item, views);
@@ -191,7 +192,7 @@ class Pass {
             for (std::int64_t row = rows.begin; row < rows.end; ++row)
                 quantized.write(kernels, row, space.attended + row * width, 0, width);
         }
-        if (quantize) return {quantized.bytes, QuantizedRows::stride(width)};
+        if (quantize) return {quantized.bytes, 0};
         return {space.attended, width * 4};
     }
 
@@ -200,7 +201,7 @@ class Pass {
         const std::int64_t inner = sizes.inner;
         const LinearJob job = linear_job(*layer.gate_up, normed.data, normed.stride, num_rows, nullptr, nullptr,
                                          space.gate_up, 2 * inner);
-        Range columns = split(inner, rank, team.size(), kGroup);
+        Range columns = split(inner, rank, team.size(), 2 * kGroup);
         Range rows{0, num_rows};
         if (inner % kGroup == 0) {
             const std::int64_t half = inner / kLanes, begin = columns.begin / kLanes, end = columns.end / kLanes;
@@ -213,14 +214,14 @@ class Pass {
             columns = {0, inner};
             rows = my_rows(team, rank);
         }
-        const QuantizedRows quantized{space.inner_inputs, inner};
+        const QuantizedRows quantized{space.inner_inputs, inner, num_rows};
         for (std::int64_t row = rows.begin; row < rows.end; ++row) {
             float* gate = space.gate_up + row * 2 * inner;
             kernels.silu_mul(gate + columns.begin, gate + inner + columns.begin, columns.end - columns.begin,
                              gate + columns.begin);
-            if (layer.down->is_quantized) quantized.write(kernels, row, gate, columns.begin, columns.end);
+            if (layer.down->is_quantized()) quantized.write(kernels, row, gate, columns.begin, columns.end);
         }
-        if (layer.down->is_quantized) return {quantized.bytes, QuantizedRows::stride(inner)};
+        if (layer.down->is_quantized()) return {quantized.bytes, 0};
         return {space.gate_up, 2 * inner * 4};
     }
 };
