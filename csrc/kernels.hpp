@@ -39,7 +39,6 @@ struct LinearJob {
     const uint8_t* inputs;  // quantized rows, or floats
     int64_t input_stride;   // of floats: bytes from row to row
     int64_t num_rows;
-    uint8_t* scratch;       // linear_scratch_bytes, for this thread alone
     const float* bias;      // or null
     const float* residual;  // or null; strided as `outputs`, which it may be
     float* outputs;
@@ -61,9 +60,6 @@ struct AttendJob {
     float scale;
     float* outputs;        // like queries
 };
-
-// Room for the unpacked values of a tile of blocks.
-inline int64_t linear_scratch_bytes(int64_t num_inputs) { return 4 * kLanes * num_inputs + 64; }
 
 struct Kernels {
     const char* name;

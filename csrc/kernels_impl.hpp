@@ -16,7 +16,7 @@ using sakiyomi::LinearJob;
 using sakiyomi::Storage;
 using sakiyomi::value_bytes;
 
-enum { kAheadBytes = 2304 };  // four groups: far enough for memory to answer, near enough to stay in the first cache
+enum { kAheadBytes = 1920 };  // six groups of nibbles: far enough for memory to answer, near enough to stay in the first cache
 
 inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -83,42 +83,50 @@ inline Vf add_group(Vf total, Vf sum, Vf scale, Vf low, const float* input_scale
     return fma(low, set1(*input_sum), total);
 }
 
-// Where a tile reads: `values` may be an unpacked copy of the weights' values, `halves` are the weights' own.
-struct TileSource {
-    const uint8_t* values;
-    int64_t value_stride, value_block;  // bytes from group to group, from block to block
-    const uint8_t* halves;
-    int64_t halves_stride, halves_block;
+// What to fetch while a tile is computed: per group `stride` bytes of blocks first, first + step, ... from `next` on; from
+// `end` on those of the following tile. Null: nothing.
+struct Ahead {
+    const uint8_t* next;
+    const uint8_t* end;
+    int64_t stride, first, step;
 };
+
+template <int BLOCKS>
+inline void fetch_ahead(Ahead& ahead, int64_t block_bytes) {
+    if (ahead.next == nullptr) return;
+    if (ahead.next >= ahead.end) {
+        ahead.next += (BLOCKS - 1) * block_bytes;
+        ahead.end = ahead.next + BLOCKS * block_bytes;
+    }
+    for (int64_t b = ahead.first; b < BLOCKS; b += ahead.step)
+        for (int64_t line = 0; line < ahead.stride; line += 64) prefetch(ahead.next + b * block_bytes + line);
+    ahead.next += ahead.stride;
+}
 
 // totals [ROWS][BLOCKS][16] is memory, so that the integer sums may have the registers.
 template <Storage STORAGE, int ROWS, int BLOCKS>
-__attribute__((noinline)) void quantized_tile(const LinearJob& job, TileSource source, int64_t row, int64_t block,
-                                              float* totals, const uint8_t* ahead, int64_t ahead_stride) {
+__attribute__((noinline)) void quantized_tile(const LinearJob& job, int64_t row, int64_t block,
+                                              float* totals, Ahead ahead) {
     const int64_t num_groups = job.num_inputs / kGroup, input_bytes = input_group_bytes(job.num_rows);
+    const uint8_t* weights = job.weights + block * job.block_bytes;
     const uint8_t* group_inputs = job.inputs;
     for (int i = 0; i < ROWS * BLOCKS; ++i) store(totals + i * kLanes, set1(0.0f));
     for (int64_t group = 0; group < num_groups; ++group) {
-        if (ahead) {
-            for (int b = 0; b < BLOCKS; ++b)
-                for (int line = 0; line < group_bytes(STORAGE); line += 64) prefetch(ahead + b * job.block_bytes + line);
-            ahead += ahead_stride;
-        }
+        fetch_ahead<BLOCKS>(ahead, job.block_bytes);
         Vi sums[ROWS][BLOCKS];
-        dot_group<STORAGE, ROWS, BLOCKS>(source.values, source.value_block,
+        dot_group<STORAGE, ROWS, BLOCKS>(weights, job.block_bytes,
                                          reinterpret_cast<const int8_t*>(group_inputs) + row * kGroup, sums);
         const float* scales = reinterpret_cast<const float*>(group_inputs + job.num_rows * kGroup) + row;
         const float* scaled_sums = scales + job.num_rows;
         for (int b = 0; b < BLOCKS; ++b) {
-            const uint16_t* halves = reinterpret_cast<const uint16_t*>(source.halves + b * source.halves_block);
+            const uint16_t* halves = reinterpret_cast<const uint16_t*>(weights + b * job.block_bytes + value_bytes(STORAGE));
             const Vf scale = load(halves), low = load(halves + kLanes);
             for (int r = 0; r < ROWS; ++r) {
                 float* total = totals + (r * BLOCKS + b) * kLanes;
                 store(total, add_group(load(total), to_float(sums[r][b]), scale, low, scales + r, scaled_sums + r));
             }
         }
-        source.values += source.value_stride;
-        source.halves += source.halves_stride;
+        weights += group_bytes(STORAGE);
         group_inputs += input_bytes;
     }
     for (int r = 0; r < ROWS; ++r)
@@ -126,34 +134,34 @@ __attribute__((noinline)) void quantized_tile(const LinearJob& job, TileSource s
 }
 
 template <Storage STORAGE, int ROWS>
-void run_tile(const LinearJob& job, const TileSource& source, int64_t row, int64_t block, int64_t num_blocks,
-              float* totals, const uint8_t* ahead, int64_t ahead_stride) {
+void run_tile(const LinearJob& job, int64_t row, int64_t block, int64_t num_blocks,
+              float* totals, Ahead ahead) {
     constexpr int kMost = blocks_for(ROWS);
-    TileSource here = source;
     for (int64_t b = 0; b < num_blocks;) {
         const int64_t left = num_blocks - b;
         int64_t taken = 1;
         if (left >= kMost) {
             taken = kMost;
-            quantized_tile<STORAGE, ROWS, kMost>(job, here, row, block + b, totals, ahead, ahead_stride);
+            quantized_tile<STORAGE, ROWS, kMost>(job, row, block + b, totals, ahead);
         } else if (kMost > 2 && left >= 2) {
             taken = 2;
-            quantized_tile<STORAGE, ROWS, (kMost > 2 ? 2 : 1)>(job, here, row, block + b, totals, ahead, ahead_stride);
+            quantized_tile<STORAGE, ROWS, (kMost > 2 ? 2 : 1)>(job, row, block + b, totals, ahead);
         } else {
-            quantized_tile<STORAGE, ROWS, 1>(job, here, row, block + b, totals, ahead, ahead_stride);
+            quantized_tile<STORAGE, ROWS, 1>(job, row, block + b, totals, ahead);
         }
-        here.values += taken * here.value_block;
-        here.halves += taken * here.halves_block;
-        if (ahead) ahead += taken * job.block_bytes;
+        if (ahead.next != nullptr) {
+            ahead.next += taken * job.block_bytes;
+            ahead.end += taken * job.block_bytes;
+        }
         b += taken;
     }
 }
 
 template <Storage STORAGE>
-void run_rows(const LinearJob& job, const TileSource& source, int64_t row, int64_t count, int64_t block,
-              int64_t num_blocks, float* totals, const uint8_t* ahead, int64_t ahead_stride) {
+void run_rows(const LinearJob& job, int64_t row, int64_t count, int64_t block,
+              int64_t num_blocks, float* totals, Ahead ahead) {
 #define SAKIYOMI_ROWS(n) \
-    case n: return run_tile<STORAGE, (n <= kTileRows ? n : 1)>(job, source, row, block, num_blocks, totals, ahead, ahead_stride)
+    case n: return run_tile<STORAGE, (n <= kTileRows ? n : 1)>(job, row, block, num_blocks, totals, ahead)
     switch (count) {
         SAKIYOMI_ROWS(1);
         SAKIYOMI_ROWS(2);
@@ -167,43 +175,26 @@ void run_rows(const LinearJob& job, const TileSource& source, int64_t row, int64
 #undef SAKIYOMI_ROWS
 }
 
-#ifndef SAKIYOMI_AMX
-// All rows over unpacked blocks, in tiles of nearly equal size.
-inline void run_all_rows(const LinearJob& job, const TileSource& source, int64_t block, int64_t num_blocks, float* totals,
-                         const uint8_t* ahead, int64_t ahead_stride) {
-    const int64_t num_tiles = (job.num_rows + kTileRows - 1) / kTileRows;
-    for (int64_t tile = 0; tile < num_tiles; ++tile) {
-        const int64_t row = job.num_rows * tile / num_tiles, end = job.num_rows * (tile + 1) / num_tiles;
-        run_rows<Storage::kBytes>(job, source, row, end - row, block, num_blocks, totals, tile ? nullptr : ahead, ahead_stride);
-    }
-}
-#endif
-
+// All rows over a few neighbouring blocks, in tiles of nearly equal size. The first one streams the blocks, or, where
+// there are more, each fetches a share of the next blocks, so that memory works all the time.
 template <Storage STORAGE>
 void run_quantized(const LinearJob& job, int64_t first_block, int64_t last_block) {
     alignas(64) float totals[kTileRows * kTileBlocks * kLanes];
-    const int64_t num_groups = job.num_inputs / kGroup, size = group_bytes(STORAGE);
+    const int64_t size = group_bytes(STORAGE), num_tiles = (job.num_rows + kTileRows - 1) / kTileRows;
     for (int64_t block = first_block; block < last_block; block += kTileBlocks) {
         const int64_t num_blocks = min_of(kTileBlocks, last_block - block);
         const uint8_t* weights = job.weights + block * job.block_bytes;
-        const TileSource packed{weights, size, job.block_bytes, weights + value_bytes(STORAGE), size, job.block_bytes};
-        if (job.num_rows <= kTileRows) {
-            run_rows<STORAGE>(job, packed, 0, job.num_rows, block, num_blocks, totals, weights + kAheadBytes, size);
+        if (num_tiles == 1) {
+            const Ahead near{weights + kAheadBytes, weights + job.block_bytes, size, 0, 1};
+            run_rows<STORAGE>(job, 0, job.num_rows, block, num_blocks, totals, near);
             continue;
         }
-        // Several passes over the same blocks: unpacked once, and the next blocks fetched meanwhile.
-        TileSource source = packed;
-        if (STORAGE == Storage::kNibbles) {
-            for (int64_t b = 0; b < num_blocks; ++b)
-                for (int64_t group = 0; group < num_groups; ++group)
-                    unpack_nibbles(weights + b * job.block_bytes + group * size,
-                                   job.scratch + (b * num_groups + group) * kGroup * kLanes);
-            source.values = job.scratch;
-            source.value_stride = kGroup * kLanes;
-            source.value_block = num_groups * kGroup * kLanes;
+        const uint8_t* next = block + kTileBlocks < last_block ? weights + kTileBlocks * job.block_bytes : nullptr;
+        for (int64_t tile = 0; tile < num_tiles; ++tile) {
+            const int64_t row = job.num_rows * tile / num_tiles, end = job.num_rows * (tile + 1) / num_tiles;
+            const Ahead share{next, next + job.block_bytes, size, tile, num_tiles};
+            run_rows<STORAGE>(job, row, end - row, block, num_blocks, totals, share);
         }
-        const uint8_t* ahead = block + kTileBlocks < last_block ? weights + kTileBlocks * job.block_bytes : nullptr;
-        run_all_rows(job, source, block, num_blocks, totals, ahead, size);
     }
 }
 

@@ -143,15 +143,6 @@ inline Wq load_high(const uint8_t* p) {
             _mm256_and_si256(_mm256_srli_epi16(hi, 4), low), _mm256_srli_epi16(hi, 12)};
 }
 inline Vi shift_high(Vi a) { return a; }
-inline void unpack_nibbles(const uint8_t* p, uint8_t* out) {
-    const __m256i low = _mm256_set1_epi8(0x0f);
-    for (int k = 0; k < 8; ++k) {
-        const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + k * 32));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + k * 32), _mm256_and_si256(both, low));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 256 + k * 32),
-                            _mm256_and_si256(_mm256_srli_epi16(both, 4), low));
-    }
-}
 inline Aq load_inputs(const int8_t* p) {
     int32_t four;
     __builtin_memcpy(&four, p, sizeof four);

@@ -85,14 +85,6 @@ inline Wq load_weights(const uint8_t* p) { return _mm512_loadu_si512(p); }
 inline Wq load_low(const uint8_t* p) { return _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(0x0f)); }
 inline Wq load_high(const uint8_t* p) { return _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(static_cast<char>(0xf0))); }
 inline Vi shift_high(Vi a) { return _mm512_srai_epi32(a, 4); }
-inline void unpack_nibbles(const uint8_t* p, uint8_t* out) {
-    const __m512i low = _mm512_set1_epi8(0x0f);
-    for (int k = 0; k < 4; ++k) {
-        const __m512i both = _mm512_loadu_si512(p + k * 64);
-        _mm512_storeu_si512(out + k * 64, _mm512_and_si512(both, low));
-        _mm512_storeu_si512(out + (k + 4) * 64, _mm512_and_si512(_mm512_srli_epi16(both, 4), low));
-    }
-}
 inline Aq load_inputs(const int8_t* p) {
     int32_t four;
     __builtin_memcpy(&four, p, sizeof four);

@@ -169,12 +169,6 @@ inline Wq load_high(const uint8_t* p) {
     return r;
 }
 inline Vi shift_high(Vi a) { return a; }
-inline void unpack_nibbles(const uint8_t* p, uint8_t* out) {
-    for (int i = 0; i < 256; ++i) {
-        out[i] = p[i] & 15;
-        out[256 + i] = p[i] >> 4;
-    }
-}
 inline Aq load_inputs(const int8_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
 inline Vi dot4(Vi acc, const Wq& w, Aq a) {
     LANES acc.v[i] += w.v[4 * i] * a.v[0] + w.v[4 * i + 1] * a.v[1] + w.v[4 * i + 2] * a.v[2] + w.v[4 * i + 3] * a.v[3];

@@ -25,24 +25,6 @@ PackedWeight::PackedWeight(Storage stored, std::int64_t n, std::int64_t k) : sto
     bytes = SlabBytes(static_cast<std::size_t>(num_bytes()));
 }
 
-std::uint8_t* linear_scratch(std::int64_t num_inputs) {
-    struct Buffer {
-        std::uint8_t* bytes = nullptr;
-        std::int64_t size = 0;
-        ~Buffer() { ::operator delete(bytes, std::align_val_t(64)); }
-    };
-    static thread_local Buffer buffer;
-    const std::int64_t needed = linear_scratch_bytes(num_inputs);
-    if (needed > buffer.size) {
-        ::operator delete(buffer.bytes, std::align_val_t(64));
-        buffer.bytes = nullptr;
-        buffer.size = 0;
-        buffer.bytes = static_cast<std::uint8_t*>(::operator new(static_cast<std::size_t>(needed), std::align_val_t(64)));
-        buffer.size = needed;
-    }
-    return buffer.bytes;
-}
-
 namespace {
 
 constexpr std::size_t kHugePage = std::size_t{2} << 20, kSlabBytes = std::size_t{32} << 20;

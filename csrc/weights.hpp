@@ -53,15 +53,11 @@ struct QuantizedRows {
     }
 };
 
-// Memory of this thread for `linear`, kept for the next call.
-std::uint8_t* linear_scratch(std::int64_t num_inputs);
-
 inline LinearJob linear_job(const PackedWeight& weight, const void* inputs, std::int64_t input_stride,
                             std::int64_t num_rows, const float* bias, const float* residual, float* outputs,
                             std::int64_t output_stride) {
     return {weight.storage, weight.bytes.get(), weight.block_bytes(), weight.num_outputs, weight.num_inputs,
-            static_cast<const std::uint8_t*>(inputs), input_stride, num_rows,
-            weight.is_quantized() ? linear_scratch(weight.num_inputs) : nullptr, bias, residual, outputs, output_stride};
+            static_cast<const std::uint8_t*>(inputs), input_stride, num_rows, bias, residual, outputs, output_stride};
 }
 
 inline void run_linear(const Kernels& kernels, const PackedWeight& weight, const LinearJob& job, std::int64_t begin,
