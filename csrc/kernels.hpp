@@ -13,6 +13,7 @@ enum {
     kLanes = 16,      // outputs in a block of a packed weight
     kGroup = 32,      // inputs that share a scale and a min
     kKeyBlock = 32,   // positions in a block of the online softmax
+    kAttendRows = 8,  // rows that share the conversion of a block
     kMaxHeadDim = 512,
     kHalvesBytes = kLanes * 2 * 2,                // 16 scales and 16 mins in half precision, behind a group's values
 };
@@ -45,20 +46,25 @@ struct LinearJob {
     int64_t output_stride;  // floats from row to row
 };
 
-// Attention of up to four query heads of one row over the keys of one key/value head.
+// Attention of up to four query heads of each of a few rows over the keys of one key/value head.
 // The key at position p is row p of the cache below `length`, and row length + chain[p - length] from there on.
+struct AttendRow {
+    const float* queries;  // head h at queries + h * head_dim
+    float* outputs;        // likewise
+    const int32_t* chain;  // or null: row p everywhere
+    int64_t first, last;   // positions seen, both included
+};
+
 struct AttendJob {
-    const float* queries;  // query h at queries + h * head_dim
-    int64_t num_queries;   // 1 to 4
+    const AttendRow* rows;
+    int64_t num_rows;      // 1 to kAttendRows
+    int64_t num_heads;     // 1 to 4
     int64_t head_dim;
     const void* keys;
     const void* values;
     int64_t key_stride;    // elements from row to row
     int64_t length;
-    const int32_t* chain;  // or null: row p everywhere
-    int64_t first, last;   // positions seen, both included
     float scale;
-    float* outputs;        // like queries
 };
 
 struct Kernels {

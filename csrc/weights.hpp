@@ -66,4 +66,14 @@ inline void run_linear(const Kernels& kernels, const PackedWeight& weight, const
     (weight.is_quantized() ? kernels.linear_quantized : kernels.linear_dense)(&job, begin, end);
 }
 
+// Threads take neighbouring blocks together: a tile of the widest kernel.
+inline constexpr std::int64_t kShareBlocks = 4;
+
+inline std::int64_t num_shares(std::int64_t num_blocks) { return (num_blocks + kShareBlocks - 1) / kShareBlocks; }
+
+inline void run_share(const Kernels& kernels, const PackedWeight& weight, const LinearJob& job, std::int64_t share) {
+    const std::int64_t begin = share * kShareBlocks, end = begin + kShareBlocks, last = weight.num_blocks();
+    run_linear(kernels, weight, job, begin, end < last ? end : last);
+}
+
 }  // namespace sakiyomi
