@@ -1,4 +1,4 @@
-# make setup | check | test | demo | build | clean        (PYTHON=python3.12 picks another interpreter)
+# make setup | check | test | demo | build | sanitize | clean        (PYTHON=python3.12 picks another interpreter)
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 NATIVE_SOURCES := CMakeLists.txt pyproject.toml $(wildcard csrc/* csrc/*/*)
 
-.PHONY: help setup build check test demo clean
+.PHONY: help setup build check test demo sanitize clean
 
 help:
 	@sed -n '1s/^# //p' Makefile
@@ -59,6 +59,22 @@ test:
 
 demo: build
 	@$(BIN)/sakiyomi demo
+
+# The kernel tests over an AddressSanitizer and UndefinedBehaviorSanitizer build, on every instruction set that runs here.
+# Python itself is not instrumented, so the libraries are loaded before it and leaks (its own) are not reported.
+SANITIZED := build/sanitize/package
+sanitize: setup
+	$(BIN)/cmake -S . -B build/sanitize/cmake -G Ninja -DCMAKE_MAKE_PROGRAM="$$($(BIN)/python -c 'import shutil; print(shutil.which("ninja", path="$(BIN):" + __import__("os").environ["PATH"]))')" \
+		-DCMAKE_BUILD_TYPE=RelWithDebInfo -DSAKIYOMI_SANITIZE=ON -DPython_EXECUTABLE="$(abspath $(BIN)/python)"
+	$(BIN)/cmake --build build/sanitize/cmake
+	@rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && cp -r src/sakiyomi $(SANITIZED)/ && rm -f $(SANITIZED)/sakiyomi/_native*
+	@cp build/sanitize/cmake/_native*.so $(SANITIZED)/sakiyomi/
+	@for isa in $$($(BIN)/python -c 'from sakiyomi.ops.native import list_isas; print(*list_isas())'); do \
+		echo "sanitized kernel tests: $$isa"; \
+		PYTHONPATH=$(SANITIZED) SAKIYOMI_ISA=$$isa ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+		LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+		$(BIN)/python -m pytest -q -p no:cacheprovider tests/ops/test_native.py tests/ops/test_bitwise.py tests/ops/test_pool.py tests/sampling -k "not torch and not fork"; \
+	done
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
