@@ -541,8 +541,13 @@ void attend_heads(const AttendJob& job) {
             high = static_cast<int>(max_of(high, position_in_block(row.last, start)));
         }
         for (int i = low; i <= high; ++i) {
-            copy_row(keys + (start + i) * job.key_stride, dim, block_keys + i * padded);
-            copy_row(values + (start + i) * job.key_stride, dim, block_values + i * padded);
+            const int64_t at = (start + i) * job.key_stride, next = at + kKeyBlock * job.key_stride;
+            for (int64_t line = 0; start + kKeyBlock + i <= last && line < dim; line += 64 / static_cast<int>(sizeof(Element))) {
+                prefetch(keys + next + line);
+                prefetch(values + next + line);
+            }
+            copy_row(keys + at, dim, block_keys + i * padded);
+            copy_row(values + at, dim, block_values + i * padded);
         }
         for (int pass = 0; pass < 2; ++pass) {  // rows with keys of their own overwrite the common ones
             for (int64_t r = 0; r < job.num_rows; ++r) {
