@@ -15,7 +15,7 @@ from sakiyomi.errors import CheckpointError, MissingExtraError, ParameterError, 
 from sakiyomi.plugins import find_class, make_config, parse_spec
 from sakiyomi.text.chat import ChatTemplate
 from sakiyomi.text.tokenizer import Tokenizer
-from sakiyomi.types import Checkpoint, Drafter, DrafterContext, Model, Verifier
+from sakiyomi.types import Checkpoint, Drafter, DrafterContext, DrawMode, Model, Verifier
 
 logger = logging.getLogger("sakiyomi")
 
@@ -162,9 +162,16 @@ def _has_torch() -> bool:
 
 
 def make_drafter(
-    spec: str, target: LoadedModel, options: ModelOptions, more: Mapping[str, Any] | None = None
+    spec: str,
+    target: LoadedModel,
+    options: ModelOptions,
+    more: Mapping[str, Any] | None = None,
+    draw: DrawMode = "coupled",
 ) -> Drafter:
     """Build a drafter from `name:key=value,...` and further options.
+
+    Args:
+        draw: how the verifier wants tokens to be found (`Verifier.draw`), where the options leave it open.
 
     Raises:
         UnknownNameError, ParameterError, VocabularyError
@@ -172,16 +179,26 @@ def make_drafter(
     name, settings = parse_spec(spec)
     drafter = find_class("sakiyomi.drafters", "sakiyomi.drafters", "drafter", name)
     config = make_config(name, drafter.Config, {**settings, **(more or {})})
-    context = DrafterContext(target.model, lambda model: _load_drafting_model(model, target, options))
+    context = DrafterContext(target.model, lambda model: _load_drafting_model(model, target, options), draw)
     built: Drafter = drafter(config, context)
     return built
 
 
 def make_verifier(spec: str) -> Verifier:
-    """Build a verifier from `name:key=value,...`."""
+    """Build a verifier from `name:key=value,...`.
+
+    Raises:
+        UnknownNameError, ParameterError: also for a lossy rule without the consent `lossy=true`.
+    """
     name, settings = parse_spec(spec)
     verifier = find_class("sakiyomi.verify", "sakiyomi.verifiers", "verifier", name)
-    built: Verifier = verifier(make_config(name, verifier.Config, settings))
+    config = make_config(name, verifier.Config, settings)
+    if verifier.is_lossless not in ("tokens", "distribution") and getattr(config, "lossy", False) is not True:
+        raise ParameterError(
+            f"the verifier {name} is lossy: the text would not be the model's own; write {name}:lossy=true to accept "
+            "that, or take match, rejection, block, tree or traversal."
+        )
+    built: Verifier = verifier(config)
     return built
 
 

@@ -81,6 +81,31 @@ def choose_reference(logits: Float32s, history: History) -> int:
     return int(ids[np.argmax(scores[ids] + gumbel(history.seed, history.position, ids))])
 
 
+def rank(logits: Float32s, history: History, count: int) -> tuple[list[int], list[float]]:
+    """The `count` tokens that come first in the order by which `choose` takes one: candidates for a drafted tree.
+
+    Returns:
+        Ids, best first, the first one that of `choose`; and the log-softmax of what they were ordered by (score +
+        noise, or the logits at temperature 0), as the confidence that the target takes this very token.
+    """
+    row = process_logits(logits, history)
+    best = row.max()
+    if not best > -np.inf:
+        raise _nan_error(history) if np.isnan(best) else _nothing_left_error(history)
+    if history.params.is_greedy:
+        ids = np.flatnonzero(row > -np.inf)
+        keys = _shift(row[ids], best)
+    else:
+        scores = filter_scores(row, history.params)
+        ids = np.flatnonzero(scores > -np.inf)
+        noise = (gumbel if _native is None else _native.gumbel)(history.seed, history.position, ids)
+        keys = scores[ids] + noise
+    order = np.argsort(-keys, kind="stable")[:count]
+    shifted = keys - keys[order[0]]
+    log_total = exact_log(exact_exp(shifted).sum())
+    return ids[order].tolist(), (shifted[order] - log_total).tolist()
+
+
 def log_probs(logits: Float32s, token: int, top: int) -> tuple[float, list[tuple[int, float]]]:
     """Log-probabilities under the softmax of the raw logits, before any parameter acts (vLLM's `raw_logprobs`).
 
