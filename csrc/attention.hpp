@@ -95,11 +95,17 @@ struct Attention {
     std::int64_t output_stride;
     std::int64_t heads_per_item;
 
-    // Heads that share keys go together (up to four), unless that would leave threads idle.
+    // How many heads that share keys go together: reading a key costs about as much as scoring it for two or three heads,
+    // but too few items leave threads idle.
     void choose_items(int num_threads) {
-        const std::int64_t shared = heads.group() < 4 ? heads.group() : 4;
-        const std::int64_t items = static_cast<std::int64_t>(plan->rows.size()) * heads.num_kv_heads;
-        heads_per_item = items >= 4 * num_threads ? shared : 1;
+        std::int64_t best = INT64_MAX, best_heads = 1;
+        for (heads_per_item = 1; heads_per_item <= heads.group() && heads_per_item <= 4; ++heads_per_item) {
+            const std::int64_t cost = (num_items() + num_threads - 1) / num_threads * (5 + 2 * heads_per_item);
+            if (cost > best) continue;
+            best = cost;
+            best_heads = heads_per_item;
+        }
+        heads_per_item = best_heads;
     }
     std::int64_t items_per_group() const { return (heads.group() + heads_per_item - 1) / heads_per_item; }
     std::int64_t num_items() const {

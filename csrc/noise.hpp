@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #if defined(__GNUC__) || defined(__clang__)
 #define SAKIYOMI_INLINE inline __attribute__((always_inline))
@@ -107,9 +108,9 @@ SAKIYOMI_INLINE double log_normal(double x, double down = 0.0) {
 
 // exact_log of noise.py for every double.
 inline double exact_log(double x) {
-    constexpr double infinity = __builtin_huge_val();
+    constexpr double infinity = std::numeric_limits<double>::infinity();
     if (x == 0) return -infinity;
-    if (!(x > 0)) return __builtin_nan("");
+    if (!(x > 0)) return std::numeric_limits<double>::quiet_NaN();
     if (x == infinity) return x;
     return x < 0x1p-1022 ? log_normal(x * 0x1p+54, 54.0) : log_normal(x);
 }
@@ -139,7 +140,7 @@ SAKIYOMI_INLINE double exp_inside(double x) {
 // exact_exp of noise.py for every double.
 inline double exact_exp(double x) {
     if (x != x) return x;
-    if (x > kExpHighest) return __builtin_huge_val();
+    if (x > kExpHighest) return std::numeric_limits<double>::infinity();
     return exp_inside(x > kExpLowest ? x : kExpLowest);
 }
 

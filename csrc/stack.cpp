@@ -56,7 +56,7 @@ struct Workspace {
     static std::size_t layout(const Sizes& sizes, std::int64_t rows, std::int64_t copies, std::byte* base, Workspace* out) {
         std::size_t used = 0;
         const auto take = [&](std::int64_t bytes) {
-            std::byte* place = base + used;
+            std::byte* place = base == nullptr ? nullptr : base + used;
             used += (static_cast<std::size_t>(bytes) + 63) / 64 * 64;
             return static_cast<void*>(place);
         };
@@ -253,8 +253,8 @@ class DecoderStack {
         nb::gil_scoped_release released;
         Pool::Lease lease(team_size);
         Workspace space;
-        Workspace::layout(sizes_, num_rows, team_size, lease.scratch(Workspace::layout(sizes_, num_rows, team_size, nullptr, nullptr)),
-                          &space);
+        const std::size_t needed = Workspace::layout(sizes_, num_rows, team_size, nullptr, nullptr);
+        Workspace::layout(sizes_, num_rows, team_size, lease.scratch(needed), &space);
         std::vector<KeyRows> views(caches.size() * static_cast<std::size_t>(team_size));
         std::memcpy(out.data(), x.data(), static_cast<std::size_t>(num_rows * hidden) * sizeof(float));
         const Pass pass{kernel,           sizes_,       eps_,       num_rows, plan, caches,

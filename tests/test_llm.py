@@ -22,7 +22,7 @@ from sakiyomi.models.toy import Law, ToyModel, random_law, scripted_law
 from sakiyomi.text.chat import ChatTemplate
 from sakiyomi.text.tokenizer import Tokenizer
 from sakiyomi.tree import Draft
-from sakiyomi.types import Drafter, Sequence
+from sakiyomi.types import Drafter, Sequence, TokenizerData
 
 VOCAB = 257
 END = 256
@@ -35,7 +35,12 @@ TEMPLATE = (
 
 def load(law: Law, tokenizer: Tokenizer | None, **options: int) -> LoadedModel:
     model = ToyModel(law, VOCAB, end_token_ids=(END,), **options)
-    return LoadedModel(model=model, tokenizer=tokenizer, chat_template=ChatTemplate(TEMPLATE), path=Path("toy"))
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        chat_template=ChatTemplate(TokenizerData(chat_template=TEMPLATE)),
+        path=Path("toy"),
+    )
 
 
 def saying(text: str, tokenizer: Tokenizer, then: int = END) -> LoadedModel:
@@ -315,7 +320,12 @@ class CountingToy(ToyModel):
 def test_a_session_computes_only_the_new_turn_and_equals_a_fresh_start(byte_tokenizer: Tokenizer) -> None:
     law = random_law(VOCAB - 1, 6, order=40, scale=1.0)
     model = CountingToy(lambda tokens: np.append(law(tokens), np.float32(-9)), VOCAB, end_token_ids=(END,))
-    loaded = LoadedModel(model=model, tokenizer=byte_tokenizer, chat_template=ChatTemplate(TEMPLATE), path=Path("toy"))
+    loaded = LoadedModel(
+        model=model,
+        tokenizer=byte_tokenizer,
+        chat_template=ChatTemplate(TokenizerData(chat_template=TEMPLATE)),
+        path=Path("toy"),
+    )
     llm = LLM.from_loaded(loaded, drafter=NgramDrafter(NgramDrafter.Config(min_ngram=1)))
     params = SamplingParams(temperature=1, seed=3, max_tokens=15)
     session = llm.session("Be brief.")

@@ -66,7 +66,7 @@ def load_model(name: str, options: ModelOptions, *, vocab_size: int | None = Non
     tokenizer = template = None
     if checkpoint.tokenizer is not None:
         tokenizer = Tokenizer.load(checkpoint.tokenizer)
-        template = ChatTemplate.load(checkpoint.tokenizer, tokenizer)
+        template = None if checkpoint.tokenizer.chat_template is None else ChatTemplate(checkpoint.tokenizer)
         vocab_size = min(tokenizer.vocab_size, vocab_size or tokenizer.vocab_size)
     model = _build_model(checkpoint, options, vocab_size)
     return LoadedModel(model=model, tokenizer=tokenizer, chat_template=template, path=path)

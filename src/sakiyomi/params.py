@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
 
 from sakiyomi.errors import ParameterError
 
 MAX_SEED = 2**64 - 1
 MAX_LOGPROBS = 20
+MAX_REAL = sys.float_info.max  # nan, infinities and integers that no float holds are outside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +75,13 @@ class SamplingParams:
         _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ParameterError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}; lower it.")
+        if not isinstance(self.logit_bias, Mapping | None):
+            raise ParameterError(f"logit_bias={self.logit_bias!r} is not allowed; give a mapping of ids to numbers.")
         for token_id, bias in (self.logit_bias or {}).items():
             _integer("an id in logit_bias", token_id, 0, None)
             _real(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+        if not isinstance(self.stop_token_ids, Sequence | None) or isinstance(self.stop_token_ids, str):
+            raise ParameterError(f"stop_token_ids={self.stop_token_ids!r} is not allowed; give a list of ids.")
         for token_id in self.stop_token_ids or ():
             _integer("an id in stop_token_ids", token_id, 0, None)
         object.__setattr__(self, "stop_strings", _stop_strings(self.stop))
@@ -93,6 +98,8 @@ class SamplingParams:
 
 
 def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    if not isinstance(stop, str | Sequence | None):
+        raise ParameterError(f"stop={stop!r} is not allowed; give a text or a list of texts.")
     strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
     for string in strings:
         if not isinstance(string, str) or not string:
@@ -110,7 +117,7 @@ def _integer(name: str, value: object, low: int, high: int | None, *, optional: 
 
 
 def _real(name: str, value: object, low: float, high: float | None, *, low_open: bool = False) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_REAL
     below = is_number and (value <= low if low_open else value < low)  # type: ignore[operator]
     if not is_number or below or (high is not None and value > high):  # type: ignore[operator]
         floor = f"above {low:g}" if low_open else f"of at least {low:g}"

@@ -158,8 +158,7 @@ def test_every_type_reads_as_the_gguf_package_reads_it(kind: Kind, tmp_path: Pat
         np.testing.assert_array_equal(as_float(tensor), expected)
     norm = tensors["model.layers.1.input_layernorm.weight"]
     np.testing.assert_array_equal(norm, stored["blk.1.attn_norm.weight"][0])
-    assert norm.flags.writeable
-    assert norm.flags.owndata
+    assert norm.flags.writeable  # torch warns about memory that it must not write
 
 
 @pytest.mark.parametrize("kind", EXACT, ids=lambda kind: kind.name)
@@ -322,7 +321,7 @@ def test_rope_scaling(tmp_path: Path) -> None:
         "beta_fast": 16.0,
         "attention_factor": pytest.approx(2 * (1 + 0.1 * np.log(4))),
     }
-    with pytest.raises(CheckpointError, match="longrope; supported are none, linear, yarn"):
+    with pytest.raises(CheckpointError, match="'longrope'; supported are none, linear, yarn"):
         scaling_of(scaling__type=("longrope", text))
 
 

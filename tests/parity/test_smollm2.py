@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,18 +20,9 @@ PROMPT = (
 )
 
 
-def find_model():
-    """The GGUF file named by SAKIYOMI_TEST_MODEL, or None."""
-    path = Path(os.environ.get("SAKIYOMI_TEST_MODEL", ""))
-    return path if path.is_file() and path.suffix == ".gguf" else None
-
-
-pytestmark = pytest.mark.skipif(find_model() is None, reason="SAKIYOMI_TEST_MODEL does not name a .gguf file")
-
-
 @pytest.fixture(scope="module")
-def checkpoint():
-    return read_gguf(find_model())
+def checkpoint(model_path):
+    return read_gguf(model_path)
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +31,11 @@ def ids(checkpoint):
 
 
 @pytest.fixture(scope="module")
-def expected(ids):
+def expected(model_path, ids):
     pytest.importorskip("accelerate", reason="transformers reads GGUF files through accelerate")
     torch.set_num_threads(1)
-    path = find_model()
-    model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    read = transformers.AutoModelForCausalLM.from_pretrained
+    model = read(model_path.parent, gguf_file=model_path.name, dtype=torch.float32)
     with torch.no_grad():
         return model.eval()(torch.tensor([ids])).logits[0].numpy()
 

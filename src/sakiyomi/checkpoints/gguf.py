@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import reprlib
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -90,16 +91,18 @@ def read_gguf(path: Path) -> Checkpoint:
     architecture = header.fields.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise CheckpointError(
-            f"{path}: architecture {architecture!r} is not supported; supported are {', '.join(ARCHITECTURES)}."
+            f"{path}: architecture {reprlib.repr(architecture)} is not supported; "
+            f"supported are {', '.join(ARCHITECTURES)}."
         )
     config = _read_config(header)
     tensors = _Tensors(header, _name_tensors(header, config))
+    tokenizer = _read_tokenizer(header)
     return Checkpoint(
         name=path.stem,
         config=config,
         tensors=tensors,
-        tokenizer=_read_tokenizer(header.fields),
-        end_token_ids=_find_end_tokens(header.fields),
+        tokenizer=tokenizer,
+        end_token_ids=_find_end_tokens(tokenizer),
     )
 
 
@@ -131,9 +134,9 @@ class _Header:
         num_tensors, num_fields = self._unpack("<Q"), self._unpack("<Q")
         self.fields: dict[str, Any] = {}
         for _ in range(num_fields):
-            key = self._read_string()
+            key = self._read_name()
             self.fields[key] = self._read_value(self._unpack("<I"))
-        if self.fields.get("split.count", 1) > 1:
+        if self.fields.get("split.count", 1) not in (0, 1):
             raise CheckpointError(f"{path}: is one part of a split model; merge the parts into one file first.")
         self.entries = self._read_directory(num_tensors)
 
@@ -148,7 +151,7 @@ class _Header:
     def _read_directory(self, num_tensors: int) -> dict[str, _Entry]:
         found: list[tuple[str, TensorKind, tuple[int, ...], int]] = []
         for _ in range(num_tensors):
-            name = self._read_string()
+            name = self._read_name()
             num_dims = self._unpack("<I")
             if num_dims > 4:
                 self.damaged(f"tensor {name} has {num_dims} dimensions")
@@ -156,7 +159,7 @@ class _Header:
             found.append((name, self._find_kind(name, self._unpack("<I")), shape, self._unpack("<Q")))
         alignment = self.fields.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment <= 0:
-            self.damaged(f"the alignment is {alignment}")
+            self.damaged(f"the alignment is {reprlib.repr(alignment)}")
         start = -(-self._at // alignment) * alignment
         return {name: self._place(name, kind, shape, start + offset) for name, kind, shape, offset in found}
 
@@ -191,6 +194,12 @@ class _Header:
             self.truncated()
         self._at += struct.calcsize(code)
         return value
+
+    def _read_name(self) -> str:
+        name = self._read_string()
+        if len(name) > 1000 or not name.isprintable():
+            self.damaged("a name in it is unreadable")
+        return name
 
     def _read_string(self) -> str:
         return self._read_strings(1)[0]
@@ -264,6 +273,9 @@ def _read_config(header: _Header) -> dict[str, Any]:
     architecture = fields["general.architecture"]
     reader = _Hyperparameters(header, architecture)
     hidden, heads = reader.integer("embedding_length"), reader.integer("attention.head_count")
+    num_layers = reader.integer("block_count")
+    if num_layers > len(entries):
+        header.damaged(f"it claims {num_layers} layers and holds {len(entries)} tensors")
     head_dim = reader.integer("attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if reader.integer(key, head_dim) != head_dim:
@@ -275,7 +287,7 @@ def _read_config(header: _Header) -> dict[str, Any]:
         "model_type": architecture,
         "hidden_size": hidden,
         "intermediate_size": reader.integer("feed_forward_length"),
-        "num_hidden_layers": reader.integer("block_count"),
+        "num_hidden_layers": num_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": reader.integer("attention.head_count_kv", heads),
         "head_dim": head_dim,
@@ -336,7 +348,8 @@ class _Hyperparameters:
     def refuse(self, key: str, allowed: str) -> NoReturn:
         value = self.header.fields.get(f"{self.prefix}.{key}")
         raise CheckpointError(
-            f"{self.header.path}: {self.prefix}.{key} is {value}; {allowed}; take another file of the model."
+            f"{self.header.path}: {self.prefix}.{key} is {reprlib.repr(value)}; {allowed}; "
+            "take another file of the model."
         )
 
     def _get(self, key: str, default: Any) -> Any:
@@ -571,18 +584,29 @@ def _read_fifth_bits(packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
 # ---------------------------------------------------------------------------------------------- tokenizer
 
 
-def _read_tokenizer(fields: Mapping[str, Any]) -> TokenizerData | None:
+def _read_tokenizer(header: _Header) -> TokenizerData | None:
     prefix = "tokenizer.ggml."
-    ours = {key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)}
+    ours = {key.removeprefix(prefix): value for key, value in header.fields.items() if key.startswith(prefix)}
     if "tokens" not in ours:
         return None
-    return TokenizerData(gguf=ours, chat_template=fields.get("tokenizer.chat_template"))
+    for key, kind in (("tokens", str), ("merges", str), ("token_type", int), ("scores", float)):
+        values = ours.get(key, [])
+        if not isinstance(values, list) or not all(type(value) is kind for value in values[:1]):
+            header.damaged(f"{prefix}{key} is {reprlib.repr(values)}")
+        if key in ("token_type", "scores") and values and len(values) != len(ours["tokens"]):
+            header.damaged(f"{prefix}{key} has {len(values)} entries for {len(ours['tokens'])} tokens")
+    template = header.fields.get("tokenizer.chat_template")
+    return TokenizerData(gguf=ours, chat_template=template if isinstance(template, str) else None)
 
 
-def _find_end_tokens(fields: Mapping[str, Any]) -> tuple[int, ...]:
+def _find_end_tokens(tokenizer: TokenizerData | None) -> tuple[int, ...]:
     """End ids named by the metadata, then control tokens whose text says so; without repeats."""
-    tokens, types = fields.get("tokenizer.ggml.tokens", []), fields.get("tokenizer.ggml.token_type", [])
-    named = [fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
-    known = [i for i, (text, kind) in enumerate(zip(tokens, types, strict=False)) if kind == CONTROL_TYPE]
-    ends = [i for i in named if i is not None] + [i for i in known if tokens[i] in END_TOKENS]
+    if tokenizer is None or tokenizer.gguf is None:
+        return ()
+    fields = tokenizer.gguf
+    named = [fields.get(f"{key}_token_id") for key in ("eos", "eot", "eom")]
+    ends = [token_id for token_id in named if isinstance(token_id, int)]
+    for token_id, (text, kind) in enumerate(zip(fields["tokens"], fields.get("token_type", []), strict=False)):
+        if kind == CONTROL_TYPE and text in END_TOKENS:
+            ends.append(token_id)
     return tuple(dict.fromkeys(ends))

@@ -58,7 +58,7 @@ def _take_turn(session: ChatSession, params: SamplingParams) -> bool:
             said = "stopped"
             _answer(session, line, params)
     except KeyboardInterrupt:
-        print()
+        print(flush=True)
         print_note(said)
     except SakiyomiError as error:  # one turn that fails does not end the conversation
         print_error(str(error))
@@ -81,5 +81,5 @@ def _answer(session: ChatSession, line: str, params: SamplingParams) -> None:
         close = getattr(stream, "close", None)
         if close is not None:
             close()
-    print()
+    print(flush=True)
     print_summary(output, temperature=params.temperature)

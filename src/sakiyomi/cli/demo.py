@@ -50,7 +50,7 @@ def demo(
         _warm_up(llm)
         console.rule(title)
         outputs.append(print_stream(llm.stream(loading.render_prompt(llm, prompt), params)))
-        print()
+        print(flush=True)
     _compare(console, *outputs)
     if prompt == PROMPT:
         print_note('Copying suits the ngram drafter; try `sakiyomi demo "a prompt of yours"`.')

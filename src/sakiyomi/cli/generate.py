@@ -47,7 +47,7 @@ def generate(
         print(json.dumps(to_json(output), ensure_ascii=False))
         return
     output = print_stream(stream)
-    print()
+    print(flush=True)
     print_summary(output, temperature=params.temperature)
 
 

@@ -1,4 +1,7 @@
-"""The keyed noise of noise.py as torch operations, bit for bit the same on every device."""
+"""The keyed noise of noise.py as torch operations, bit for bit the same.
+
+One eager operation per rounding; a compiler that fuses them (torch.compile) may contract and lose the last bits.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ def _philox(seed: int, t: int, ids: Tensor) -> Tensor:
 
 
 def _log_normal(x: Tensor) -> Tensor:
-    """noise._log_normal; one torch operation per rounding, so that nothing is contracted."""
+    """log of positive normal x, step for step as in noise.py."""
     shifted = x.view(torch.int64) + (ONE_BITS - SQRT_HALF_BITS)
     k = (shifted >> 52).to(torch.float64) - 1023.0
     f = ((shifted & MANTISSA_MASK) + SQRT_HALF_BITS).view(torch.float64) - 1.0

@@ -8,7 +8,6 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sakiyomi.errors import CheckpointError, ParameterError
-from sakiyomi.text.tokenizer import Tokenizer
 from sakiyomi.types import TokenizerData
 
 if TYPE_CHECKING:
@@ -21,33 +20,23 @@ class ChatTemplate:
     It runs in Jinja's immutable sandbox and sees plain copies of the messages only.
     """
 
-    def __init__(self, template: str, *, bos_token: str = "", eos_token: str = "") -> None:
-        """Compile `template`.
+    def __init__(self, data: TokenizerData) -> None:
+        """Compile the template of a checkpoint.
 
         Raises:
-            CheckpointError: it is no valid Jinja.
+            CheckpointError: there is none, or it is no valid Jinja.
         """
         from jinja2 import TemplateSyntaxError
 
+        if data.chat_template is None:
+            raise CheckpointError("the model has no chat template; use raw prompts.")
         try:
-            self._template = _make_environment().from_string(template)
+            self._template = _make_environment().from_string(data.chat_template)
         except TemplateSyntaxError as error:
             raise CheckpointError(
                 f"the model's chat template is not valid (line {error.lineno}: {error.message}); use raw prompts."
             ) from None
-        self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
-
-    @classmethod
-    def load(cls, data: TokenizerData, tokenizer: Tokenizer) -> ChatTemplate | None:
-        """The template of a checkpoint, or None where it has none."""
-        template = data.chat_template or _find_default(data.config.get("chat_template"))
-        if template is None:
-            return None
-        bos, eos = (
-            "" if token_id is None else tokenizer.token_bytes(token_id).decode("utf-8", "replace")
-            for token_id in (tokenizer.bos_id, tokenizer.eos_id)
-        )
-        return cls(template, bos_token=bos, eos_token=eos)
+        self._tokens = {f"{role}_token": _find_token(data, role) for role in ("bos", "eos")}
 
     def render(
         self,
@@ -100,12 +89,13 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _find_default(template: Any) -> str | None:
-    """The template of a tokenizer_config.json: a text, or a list of named ones."""
-    if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        return named.get("default")
-    return template if isinstance(template, str) else None
+def _find_token(data: TokenizerData, role: str) -> str:
+    """The text of the BOS or EOS token, empty where there is none."""
+    if data.gguf is not None:
+        token_id, tokens = data.gguf.get(f"{role}_token_id"), data.gguf["tokens"]
+        return str(tokens[token_id]) if isinstance(token_id, int) and token_id < len(tokens) else ""
+    token = data.config.get(f"{role}_token")
+    return str((token.get("content") if isinstance(token, Mapping) else token) or "")
 
 
 # ---------------------------------------------------------------------------------------------- messages

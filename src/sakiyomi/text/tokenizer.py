@@ -81,7 +81,9 @@ class Tokenizer:
         """
         try:
             return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        except UnicodeEncodeError:
+        except TypeError:
+            # So the package answers to surrogates as to anything that is no text.
+            assert isinstance(text, str), f"a text is expected, not {type(text).__name__}"
             raise ParameterError("the text holds lone surrogates, which are no characters; remove them.") from None
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -242,6 +244,7 @@ def _load_gguf(fields: Mapping[str, Any]) -> Tokenizer:
         )
     tokens: list[str] = fields["tokens"]
     types: list[int] = fields.get("token_type") or [1] * len(tokens)
+    _check_fields(fields, len(tokens))
     backend = builders[model](fields, tokens, types)
     _mark_added_tokens(backend, tokens, types)
     _surround(backend, fields, tokens, default_bos=model == "llama" or fields.get("pre") in _STARTS_WITH_BOS)
@@ -253,6 +256,20 @@ def _load_gguf(fields: Mapping[str, Any]) -> Tokenizer:
         eos_id=fields.get("eos_token_id"),
         unused=[token_id for token_id, kind in enumerate(types) if kind == UNUSED],
     )
+
+
+def _check_fields(fields: Mapping[str, Any], num_tokens: int) -> None:
+    for key in ("token_type", "scores"):
+        if (values := fields.get(key)) and len(values) != num_tokens:
+            raise CheckpointError(
+                f"the file's {key} has {len(values)} entries for {num_tokens} tokens; download the file again."
+            )
+    for key in ("bos_token_id", "eos_token_id", "unknown_token_id"):
+        token_id = fields.get(key, 0)
+        if not isinstance(token_id, int) or not 0 <= token_id < num_tokens:
+            raise CheckpointError(
+                f"the file's {key} is {token_id}; its ids are 0 to {num_tokens - 1}; download the file again."
+            )
 
 
 def _mark_added_tokens(backend: Backend, tokens: Sequence[str], types: Sequence[int]) -> None:

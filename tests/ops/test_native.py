@@ -1,0 +1,370 @@
+"""Each native operation against plain float64 numpy, on every instruction set that the machine has."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sakiyomi.errors import MissingExtraError, ParameterError
+from sakiyomi.ops import native
+from sakiyomi.ops.base import Blocks, Causal, Dense, KVSlots, Past, Tree
+from sakiyomi.ops.native import NativeOps, count_cpus, quantize
+from sakiyomi.types import Quantized
+
+SHAPES = [(1, 32), (15, 64), (16, 32), (17, 96), (50, 160), (300, 576)]
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(7)
+
+
+@pytest.fixture(params=["int8", "float32"])
+def ops(request: pytest.FixtureRequest) -> NativeOps:
+    return NativeOps(dtype=request.param, threads=2)
+
+
+def normal(rng: np.random.Generator, *shape: int) -> Any:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def random_quantized(rng: np.random.Generator, n: int, k: int) -> Quantized:
+    scales = rng.uniform(1e-4, 1e-2, (n, k // 32)).astype(np.float16)
+    return Quantized(rng.integers(0, 256, (n, k), dtype=np.uint8), scales, (-scales * 120).astype(np.float16))
+
+
+def rounded_inputs(x: Any) -> Any:
+    """What int8 makes of inputs: groups of 32, symmetric, largest magnitude / 127, ties to even."""
+    groups = x.reshape(len(x), -1, 32)
+    largest = np.abs(groups).max(axis=2, keepdims=True)
+    inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
+    return (np.rint(groups * inverse).astype(np.float64) * (largest / np.float32(127))).reshape(x.shape)
+
+
+class TestLinear:
+    @pytest.mark.parametrize(("n", "k"), [*SHAPES, (33, 1), (20, 47)])
+    def test_float32_is_the_plain_product(self, rng: np.random.Generator, n: int, k: int) -> None:
+        ops = NativeOps(dtype="float32", threads=2)
+        x, w, bias = normal(rng, 5, k), normal(rng, n, k), normal(rng, n)
+        weight = ops.weight(w)
+        expected = x.astype(np.float64) @ w.T.astype(np.float64)
+        bound = 1e-6 * (np.abs(x) @ np.abs(w).T) + 1e-6
+        assert weight.shape == (n, k)
+        assert np.all(np.abs(ops.linear(x, weight) - expected) <= bound)
+        assert np.all(np.abs(ops.linear(x, weight, bias) - (expected + bias)) <= bound)
+
+    @pytest.mark.parametrize(("n", "k"), SHAPES)
+    def test_int8_rounds_the_inputs_and_nothing_else(self, rng: np.random.Generator, n: int, k: int) -> None:
+        ops = NativeOps(threads=2)
+        x, w = normal(rng, 6, k) * 3, random_quantized(rng, n, k)
+        x[1] = 0
+        x[2, : k // 2] = 1e-35
+        scales, mins = w.scales.astype(np.float64), w.mins.astype(np.float64)
+        products = w.values.reshape(n, -1, 32) * scales[:, :, None]
+        exact, size = products + mins[:, :, None], products + np.abs(mins)[:, :, None]
+        inputs = rounded_inputs(np.where(np.abs(x) < 1e-30, 0, x))
+        expected = inputs @ exact.reshape(n, k).T
+        bound = 2e-6 * (np.abs(inputs) @ size.reshape(n, k).T)
+        assert np.all(np.abs(ops.linear(x, ops.weight(w)) - expected) <= bound + 1e-7)
+
+    def test_extreme_values_do_not_saturate(self) -> None:
+        w = Quantized(np.full((16, 64), 255, np.uint8), np.ones((16, 2), np.float16), np.zeros((16, 2), np.float16))
+        x = np.full((1, 64), -1, np.float32)
+        ops = NativeOps(threads=1)
+        np.testing.assert_allclose(ops.linear(x, ops.weight(w)), -255.0 * 64, rtol=1e-6)
+
+    def test_stacks_matrices_along_the_outputs(self, rng: np.random.Generator, ops: NativeOps) -> None:
+        parts = [normal(rng, 20, 64), random_quantized(rng, 7, 64), normal(rng, 16, 64)]
+        x = normal(rng, 3, 64)
+        whole = ops.linear(x, ops.weight(parts))
+        assert np.array_equal(whole, np.concatenate([ops.linear(x, ops.weight(part)) for part in parts], axis=1))
+
+    def test_wide_float_matrix_is_quantized_finely(self, rng: np.random.Generator) -> None:
+        w = normal(rng, 40, 96) * 0.02
+        w[3, :32] = 0.25
+        w[4, :32] = 0
+        error = np.abs(quantize(w).dequantize() - w)
+        groups = w.reshape(40, 3, 32)
+        step = (groups.max(axis=2) - groups.min(axis=2)) / 255
+        assert np.all(error.reshape(40, 3, 32) <= 0.52 * step[:, :, None] + 3e-5)
+        assert not error[4, :32].any()
+
+    @pytest.mark.parametrize("values", [np.inf, np.nan, 1e6])
+    def test_matrix_beyond_half_precision_stays_float(self, rng: np.random.Generator, values: float) -> None:
+        w = normal(rng, 4, 32)
+        w[0, 0] = values
+        assert not NativeOps(threads=1).weight(w).is_quantized
+
+    def test_no_rows(self, ops: NativeOps, rng: np.random.Generator) -> None:
+        assert ops.linear(np.zeros((0, 64), np.float32), ops.weight(normal(rng, 5, 64))).shape == (0, 5)
+
+
+class TestRowOps:
+    @pytest.mark.parametrize(("n", "k"), [(50, 96), (7, 64)])
+    def test_embed_reads_rows_back(self, rng: np.random.Generator, ops: NativeOps, n: int, k: int) -> None:
+        w = random_quantized(rng, n, k)
+        ids = np.array([n - 1, 0, 3, 3], np.int32)
+        assert np.array_equal(ops.embed(ops.weight(w), ids), w.dequantize()[ids])
+        odd = normal(rng, n, 45)
+        assert np.array_equal(ops.embed(ops.weight(odd), ids), odd[ids])
+
+    @pytest.mark.parametrize("shape", [(3, 576), (2, 50), (1, 7), (4, 3, 80), (2, 5, 24)])
+    def test_rms_norm(self, rng: np.random.Generator, ops: NativeOps, shape: tuple[int, ...]) -> None:
+        x, w = normal(rng, *shape), normal(rng, shape[-1])
+        wide = x.astype(np.float64)
+        expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * w
+        np.testing.assert_allclose(ops.rms_norm(x, w, 1e-5), expected, rtol=2e-6, atol=1e-7)
+
+    @pytest.mark.parametrize("dim", [8, 32, 64, 80, 128])
+    def test_rope(self, rng: np.random.Generator, ops: NativeOps, dim: int) -> None:
+        x = normal(rng, 4, 3, dim)
+        positions = np.array([0, 1, 1023, 5000], np.int32)
+        inv_freq = (10000.0 ** (-np.arange(dim // 2) * 2 / dim)).astype(np.float32)
+        angles = (positions[:, None].astype(np.float32) * inv_freq).astype(np.float64)[:, None, :]
+        cosine, sine = np.cos(angles) * 1.25, np.sin(angles) * 1.25
+        low, high = x[..., : dim // 2], x[..., dim // 2 :]
+        expected = np.concatenate([low * cosine - high * sine, high * cosine + low * sine], axis=-1)
+        np.testing.assert_allclose(ops.rope(x, positions, inv_freq, 1.25), expected, atol=2e-6)
+
+    def test_rope_does_not_depend_on_how_its_table_grew(self, rng: np.random.Generator) -> None:
+        inv_freq = (10000.0 ** (-np.arange(32) / 32)).astype(np.float32)
+        x, positions = normal(rng, 3000, 1, 64), np.arange(3000, dtype=np.int32)
+        at_once = NativeOps(threads=1).rope(x, positions, inv_freq)
+        ops = NativeOps(threads=1)
+        pieces = [ops.rope(x[i : i + 500], positions[i : i + 500], inv_freq) for i in range(0, 3000, 500)]
+        assert np.array_equal(at_once, np.concatenate(pieces))
+
+    @pytest.mark.parametrize("width", [1, 15, 16, 33, 1536])
+    def test_silu_mul(self, rng: np.random.Generator, ops: NativeOps, width: int) -> None:
+        x = normal(rng, 3, 2 * width) * 8
+        x[0, 0], x[1, 0], x[2, 0] = -200.0, 200.0, 0.0
+        gate, up = x[:, :width].astype(np.float64), x[:, width:]
+        np.testing.assert_allclose(ops.silu_mul(x), gate / (1 + np.exp(-gate)) * up, rtol=1e-6, atol=1e-30)
+
+    def test_add(self, rng: np.random.Generator, ops: NativeOps) -> None:
+        x, y = normal(rng, 3, 37), normal(rng, 3, 37)
+        assert np.array_equal(ops.add(x, y), x + y)
+
+    @pytest.mark.parametrize("width", [1, 5, 16, 17, 50000])
+    def test_argmax_takes_the_lowest_of_ties(self, rng: np.random.Generator, ops: NativeOps, width: int) -> None:
+        x = rng.integers(0, 3, (40, width)).astype(np.float32) - 5
+        x[0] = -np.inf
+        assert np.array_equal(ops.argmax(x), x.argmax(axis=1))
+
+
+def plain_attention(q: Any, k: Any, v: Any, visible: list[Any]) -> Any:
+    """Softmax attention in float64; visible[r] = rows of k and v that row r sees."""
+    num_rows, num_heads, dim = q.shape
+    out = np.zeros((num_rows, num_heads, dim))
+    for row, seen in enumerate(visible):
+        for head in range(num_heads):
+            kv_head = head // (num_heads // k.shape[1])
+            scores = k[seen, kv_head].astype(np.float64) @ q[row, head] * dim**-0.5
+            weights = np.exp(scores - scores.max())
+            out[row, head] = weights @ v[seen, kv_head] / weights.sum()
+    return out.reshape(num_rows, num_heads * dim)
+
+
+def tree_paths(parents: list[int]) -> list[list[int]]:
+    paths: list[list[int]] = []
+    for row, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else []), row])
+    return paths
+
+
+PARENTS = [-1, 0, 1, 1, 0, -1, 5, 2, 7, 3]
+
+
+class TestAttend:
+    @pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (4, 4), (5, 1), (12, 2)])
+    @pytest.mark.parametrize("dim", [20, 64, 80, 128])
+    def test_tree_over_a_cache(
+        self, rng: np.random.Generator, ops: NativeOps, heads: int, kv_heads: int, dim: int
+    ) -> None:
+        length, rows = 45, len(PARENTS)
+        keys, values = ops.new_kv(2, kv_heads, dim, length + rows + 3)
+        keys[:], values[:] = normal(rng, *keys.shape), normal(rng, *keys.shape)
+        past = Past([KVSlots(keys, values, length)], layer=1)
+        q, k, v = normal(rng, rows, heads, dim), normal(rng, rows, kv_heads, dim), normal(rng, rows, kv_heads, dim)
+        k, v = ops.store(past, k, v, (0, rows))
+        assert np.array_equal(keys[1, :, length : length + rows].astype(np.float32), k.transpose(1, 0, 2))
+        assert np.array_equal(values[1, :, length : length + rows].astype(np.float32), v.transpose(1, 0, 2))
+        all_keys, all_values = keys[1].transpose(1, 0, 2), values[1].transpose(1, 0, 2)
+        for window in (None, 1, 7, 40, 1000):
+            visible = [
+                ([*range(length)] + [length + node for node in path])[-(window or 10**6) :]
+                for path in tree_paths(PARENTS)
+            ]
+            got = ops.attend(q, k, v, past, Tree(np.array(PARENTS, np.int32), (0, rows)), window)
+            np.testing.assert_allclose(got, plain_attention(q, all_keys, all_values, visible), atol=3e-6)
+
+    def test_causal_over_caches_of_several_sequences(self, rng: np.random.Generator, ops: NativeOps) -> None:
+        lengths, bounds = [0, 33, 70], (0, 5, 5, 12)
+        slots = []
+        for length in lengths:
+            keys, values = ops.new_kv(1, 2, 32, length + 8)
+            keys[:], values[:] = normal(rng, *keys.shape), normal(rng, *keys.shape)
+            slots.append(KVSlots(keys, values, length))
+        q, k, v = normal(rng, 12, 4, 32), normal(rng, 12, 2, 32), normal(rng, 12, 2, 32)
+        past = Past(slots)
+        k, v = ops.store(past, k, v, bounds)
+        got = ops.attend(q, k, v, past, Causal(bounds))
+        for slot, start, stop in zip(slots, bounds, bounds[1:], strict=False):
+            visible = [list(range(slot.length + row + 1)) for row in range(stop - start)]
+            keys, values = slot.keys[0].transpose(1, 0, 2), slot.values[0].transpose(1, 0, 2)
+            np.testing.assert_allclose(
+                got[start:stop], plain_attention(q[start:stop], keys, values, visible), atol=3e-6
+            )
+
+    def test_without_a_cache(self, rng: np.random.Generator, ops: NativeOps) -> None:
+        rows = 40
+        q, k, v = normal(rng, rows, 4, 48), normal(rng, rows, 2, 48), normal(rng, rows, 2, 48)
+        documents = rng.integers(0, 3, rows).astype(np.int32)
+        allowed = rng.random((rows, rows)) < 0.3
+        np.fill_diagonal(allowed, True)
+        parents = np.array([*PARENTS, *PARENTS, *PARENTS, *PARENTS], np.int32)
+        bounds = (0, 10, 20, 30, 40)
+        cases: list[tuple[Any, list[Any]]] = [
+            (Causal((0, 15, 40)), [list(range(0 if r < 15 else 15, r + 1)) for r in range(rows)]),
+            (Blocks(documents), [[c for c in range(r + 1) if documents[c] == documents[r]] for r in range(rows)]),
+            (Dense(allowed), [np.flatnonzero(allowed[r]) for r in range(rows)]),
+            (Tree(parents, bounds), [[start + i for i in p] for start in bounds[:-1] for p in tree_paths(PARENTS)]),
+        ]
+        for mask, visible in cases:
+            got = ops.attend(q, k, v, None, mask)
+            np.testing.assert_allclose(got, plain_attention(q, k, v, visible), atol=3e-6)
+
+    def test_window_without_a_cache(self, rng: np.random.Generator, ops: NativeOps) -> None:
+        q, k, v = normal(rng, 50, 2, 32), normal(rng, 50, 2, 32), normal(rng, 50, 2, 32)
+        got = ops.attend(q, k, v, None, Causal((0, 50)), window=9)
+        visible = [list(range(max(0, row - 8), row + 1)) for row in range(50)]
+        np.testing.assert_allclose(got, plain_attention(q, k, v, visible), atol=3e-6)
+
+    def test_half_precision_rounds_to_nearest_even(self) -> None:
+        ops = NativeOps(threads=1)
+        bits = np.arange(0, 2**32, 9973, dtype=np.uint64).astype(np.uint32)
+        x = bits.view(np.float32)
+        with np.errstate(over="ignore"):
+            x = x[np.isfinite(x.astype(np.float16))]
+        x = np.concatenate([x, np.array([65504, 65519.9, 2**-24, 2**-25, 6e-8, -0.0], np.float32)])
+        x = x[: len(x) // 20 * 20].reshape(-1, 1, 20)
+        keys, values = ops.new_kv(1, 1, 20, len(x))
+        ops.store(Past([KVSlots(keys, values, 0)]), x, x, (0, len(x)))
+        assert np.array_equal(keys[0, 0].view(np.uint16), x[:, 0].astype(np.float16).view(np.uint16))
+
+
+class TestMistakesRaise:
+    def test_linear(self, rng: np.random.Generator, ops: NativeOps) -> None:
+        weight = ops.weight(normal(rng, 8, 64))
+        with pytest.raises(ValueError, match="width of x is 32 but must be 64"):
+            ops.linear(normal(rng, 2, 32), weight)
+        with pytest.raises(ValueError, match="length of bias"):
+            ops.linear(normal(rng, 2, 64), weight, normal(rng, 9))
+        with pytest.raises(ValueError, match="width of a stacked matrix"):
+            ops.weight([normal(rng, 8, 64), normal(rng, 8, 32)])
+        with pytest.raises(ParameterError, match="matrix"):
+            ops.weight(normal(rng, 8))
+
+    def test_quantized_fields_must_fit(self, rng: np.random.Generator) -> None:
+        w = random_quantized(rng, 4, 64)
+        with pytest.raises(ValueError, match="scales or mins"):
+            NativeOps(threads=1).weight(Quantized(w.values, w.scales[:, :1], w.mins))
+        with pytest.raises(ValueError, match="multiple of 32"):
+            NativeOps(threads=1).weight(Quantized(w.values[:, :40], w.scales[:, :1], w.mins[:, :1]))
+
+    @pytest.mark.parametrize("bad", [-1, 8])
+    def test_embed(self, rng: np.random.Generator, ops: NativeOps, bad: int) -> None:
+        with pytest.raises(IndexError, match="ids are 0 to 7"):
+            ops.embed(ops.weight(normal(rng, 8, 64)), np.array([0, bad], np.int32))
+
+    def test_row_ops(self, rng: np.random.Generator, ops: NativeOps) -> None:
+        with pytest.raises(ValueError, match="weight"):
+            ops.rms_norm(normal(rng, 2, 64), normal(rng, 63), 1e-5)
+        with pytest.raises(ValueError, match="width"):
+            ops.silu_mul(normal(rng, 2, 7))
+        with pytest.raises(ParameterError, match="one shape"):
+            ops.add(normal(rng, 2, 7), normal(rng, 7))
+        with pytest.raises(ValueError, match="position"):
+            ops.rope(normal(rng, 1, 2, 64), np.array([-1], np.int32), np.ones(32, np.float32))
+        with pytest.raises(ValueError, match="table"):
+            ops.rope(normal(rng, 1, 2, 64), np.array([0], np.int32), np.ones(30, np.float32))
+        with pytest.raises(ValueError, match="number of positions"):
+            ops.rope(normal(rng, 2, 2, 64), np.array([0], np.int32), np.ones(32, np.float32))
+
+    def test_cache(self, rng: np.random.Generator, ops: NativeOps) -> None:
+        keys, values = ops.new_kv(2, 2, 32, 10)
+        q, k = normal(rng, 3, 4, 32), normal(rng, 3, 2, 32)
+        full, fine = Past([KVSlots(keys, values, 8)]), Past([KVSlots(keys, values, 7)])
+        for call in (lambda p: ops.store(p, k, k, (0, 3)), lambda p: ops.attend(q, k, k, p, Causal((0, 3)))):
+            with pytest.raises(ValueError, match="10 slots is too small for 11"):
+                call(full)
+            with pytest.raises(ValueError, match="no such layer"):
+                call(fine.at(2))
+        for bounds in ((0, 2), (1, 3), (0, 2, 1, 3), ()):
+            with pytest.raises(ValueError, match="bounds"):
+                ops.store(fine, k, k, bounds)
+        with pytest.raises(ValueError, match="parent"):
+            ops.attend(q, k, k, fine, Tree(np.array([-1, 1, 0], np.int32), (0, 3)))
+        with pytest.raises(ParameterError, match="Blocks"):
+            ops.attend(q, k, k, fine, Blocks(np.zeros(3, np.int32)))
+        with pytest.raises(ValueError, match="at least one row"):
+            ops.attend(q, k, k, None, Dense(np.zeros((3, 3), bool)))
+        with pytest.raises(ValueError, match="multiple"):
+            ops.attend(normal(rng, 3, 3, 32), k, k, fine, Causal((0, 3)))
+        with pytest.raises(ParameterError, match="window=0"):
+            ops.attend(q, k, k, fine, Causal((0, 3)), window=0)
+
+
+class TestConstruction:
+    def test_wrong_arguments(self) -> None:
+        with pytest.raises(ParameterError, match="dtype='int4'"):
+            NativeOps(dtype="int4")  # type: ignore[arg-type]
+        for threads in (0, -1, 1000, True, 1.5):
+            with pytest.raises(ParameterError, match="threads="):
+                NativeOps(threads=threads)  # type: ignore[arg-type]
+
+    def test_threads_default_to_the_cpus_of_this_process(self) -> None:
+        assert NativeOps().threads == count_cpus() >= 1
+
+    def test_without_the_extension(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(native, "_native", None)
+        with pytest.raises(MissingExtraError, match=r"C\+\+17 compiler.*sakiyomi\[torch\]"):
+            NativeOps()
+
+
+# ---------------------------------------------------------------------------------------------- instruction sets
+
+
+def run_python(code: str, isa: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "SAKIYOMI_ISA": isa}
+    return subprocess.run([sys.executable, *code.split("\0")], env=environment, capture_output=True, text=True)
+
+
+REPORT_ISA = "-c\0from sakiyomi.ops.native import NativeOps; print(NativeOps(threads=1).isa)"
+
+
+def test_unknown_instruction_set_is_refused() -> None:
+    result = run_python(REPORT_ISA, "mmx")
+    assert result.returncode != 0
+    assert "SAKIYOMI_ISA=mmx is not available here; use one of: portable" in result.stderr
+
+
+@pytest.mark.skipif("SAKIYOMI_ISA" in os.environ, reason="already running on a forced instruction set")
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
+def test_every_instruction_set(isa: str) -> None:
+    report = run_python(REPORT_ISA, isa)
+    if report.returncode != 0 and "is not available here" in report.stderr:
+        pytest.skip(f"this machine has no {isa}")
+    assert report.stdout.strip() == isa
+    if isa == NativeOps(threads=1).isa:
+        return  # this run's own
+    folder = Path(__file__).parent
+    files = "\0".join(str(folder / name) for name in ("test_native.py", "test_bitwise.py"))
+    result = run_python(f"-m\0pytest\0-q\0-p\0no:cacheprovider\0{files}", isa)
+    assert result.returncode == 0, result.stdout[-3000:]
