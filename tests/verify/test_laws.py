@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import pytest
-from enumeration import EXACT, WARM, ChanceModel, ConstantTable, Enumerator, Table, TreeDrafter, deviation, emitted_law
+from enumeration import (
+    EXACT,
+    PROMPT,
+    WARM,
+    ChanceModel,
+    ConstantTable,
+    Enumerator,
+    Table,
+    TreeDrafter,
+    deviation,
+    emitted_law,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sakiyomi.decode import prefill, step
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.noise import Randomness
 from sakiyomi.params import SamplingParams
-from sakiyomi.types import Drafter, DrafterContext, Verifier
+from sakiyomi.types import Drafter, DrafterContext, Sequence, Verifier
 from sakiyomi.verify.block import BlockVerifier
 from sakiyomi.verify.match import MatchVerifier
 from sakiyomi.verify.rejection import RejectionVerifier
@@ -29,16 +42,16 @@ RULES = {
 TREE_RULES = ("tree", "traversal")
 SAMPLED_RULES = ("rejection", "block", *TREE_RULES)
 SHAPES = ((2, 2), (3, 1), (1, 2), (2, 1, 1))
-FEW = settings(max_examples=6)
+FEW = settings(max_examples=4)
 seeds = st.integers(0, 10**6)
 zeros = st.integers(0, 1)
 
 
-def draws(table: Table, shape: Seq[int], kind: str) -> object:
+def draws(table: Table, shape: Seq[int], kind: str) -> Any:
     return lambda randomness: TreeDrafter(table, shape, kind, randomness)
 
 
-def model_drafter(table: Table, draw: str, depth: int, width: int = 1, max_nodes: int = 24) -> object:
+def model_drafter(table: Table, draw: str, depth: int, width: int = 1, max_nodes: int = 24) -> Any:
     def make(randomness: Randomness) -> Drafter:
         config = ModelDrafter.Config(
             model="toy", num_speculative_tokens=depth, width=width, draw=draw, max_nodes=max_nodes
@@ -81,7 +94,7 @@ def test_deterministic_drafts(rule: str, shape: tuple[int, ...], seed: int, p_ze
 
 @pytest.mark.parametrize("rule", SAMPLED_RULES)
 @given(seed=seeds)
-@settings(max_examples=3)
+@settings(max_examples=2)
 def test_two_steps_of_the_drafting_model(rule: str, seed: int) -> None:
     p, q = Table(3, seed), Table(3, seed + 1)
     drafter = model_drafter(q, "independent", 2)
@@ -90,7 +103,7 @@ def test_two_steps_of_the_drafting_model(rule: str, seed: int) -> None:
 
 @pytest.mark.parametrize("rule", TREE_RULES)
 @given(seed=seeds)
-@settings(max_examples=2)
+@settings(max_examples=1)
 def test_two_steps_of_trees_that_grow_where_the_drafter_is_confident(rule: str, seed: int) -> None:
     p, q = Table(3, seed), Table(3, seed + 1)
     drafter = model_drafter(q, "independent", 2, width=2, max_nodes=3)
@@ -147,28 +160,21 @@ def test_under_every_parameter(rule: str, params: SamplingParams, seed: int) -> 
 def test_drafts_that_stop_by_what_they_drew(rule: str, seed: int) -> None:
     """A token that makes the drafter stop is kept: then the length may depend on it."""
     p, q = Table(3, seed), Table(3, seed + 1)
-    inner = model_drafter(q, "independent", 3)
 
-    def new_sequence(*args: object) -> object:
-        from sakiyomi.types import Sequence
-
+    def new_sequence(*args: Any) -> Sequence:
         sequence = Sequence(*args)
         sequence.end_ids = frozenset({2})
         return sequence
 
-    params = SamplingParams(temperature=1, min_tokens=0, max_tokens=None, ignore_eos=True)
-    assert deviation(p, inner, RULES[rule], num_tokens=1, params=params, new_sequence=new_sequence) <= EXACT
+    drafter = model_drafter(q, "independent", 3)
+    assert deviation(p, drafter, RULES[rule], num_tokens=4, new_sequence=new_sequence) <= EXACT
 
 
 # ---------------------------------------------------------------------------------------------- relations
 
 
-def acceptance(table: Table, drafter: object, rule: str, num_tokens: int) -> float:
+def num_emitted(table: Table, drafter: Any, rule: str) -> float:
     """Expected tokens of one step."""
-    from enumeration import PROMPT
-    from sakiyomi.decode import prefill, step
-    from sakiyomi.types import Sequence
-
     enumerator = Enumerator()
 
     def run() -> int:
@@ -187,22 +193,26 @@ def test_the_worked_example_of_block_verification() -> None:
     """i.i.d. rows (1/3, 2/3) against drafts from (2/3, 1/3), two tokens deep."""
     p, q = ConstantTable([1 / 3, 2 / 3]), ConstantTable([2 / 3, 1 / 3])
     drafter = draws(q, (1, 1), "independent")
-    assert acceptance(p, drafter, "rejection", 3) - 1 == pytest.approx(10 / 9, abs=1e-6)
-    assert acceptance(p, drafter, "block", 3) - 1 == pytest.approx(11 / 9, abs=1e-6)
+    assert num_emitted(p, drafter, "rejection") - 1 == pytest.approx(10 / 9, abs=1e-6)
+    assert num_emitted(p, drafter, "block") - 1 == pytest.approx(11 / 9, abs=1e-6)
 
 
-@pytest.mark.parametrize(("low", "high", "shape"), [
-    ("rejection", "block", (1, 1, 1)),
-    ("tree", "traversal", (2, 1)),
-    ("tree", "traversal", (2, 2)),
-    ("tree", "traversal", (1, 1, 1)),
-], ids=str)
+@pytest.mark.parametrize(
+    ("low", "high", "shape"),
+    [
+        ("rejection", "block", (1, 1, 1)),
+        ("tree", "traversal", (2, 1)),
+        ("tree", "traversal", (2, 2)),
+        ("tree", "traversal", (1, 1, 1)),
+    ],
+    ids=str,
+)
 @given(seed=seeds)
 @FEW
 def test_joint_rules_accept_at_least_as_much(low: str, high: str, shape: tuple[int, ...], seed: int) -> None:
     p, q = Table(3, seed), Table(3, seed + 1)
     drafter = draws(q, shape, "independent" if len(set(shape)) == 1 and shape[0] == 1 else "without_replacement")
-    assert acceptance(p, drafter, high, 0) >= acceptance(p, drafter, low, 0) - 1e-12
+    assert num_emitted(p, drafter, high) >= num_emitted(p, drafter, low) - 1e-12
 
 
 @given(seed=seeds)
@@ -210,10 +220,10 @@ def test_joint_rules_accept_at_least_as_much(low: str, high: str, shape: tuple[i
 def test_forged_laws(seed: int) -> None:
     p = Table(3, seed)
     for rule in SAMPLED_RULES:
-        assert acceptance(p, draws(p, (1, 1, 1), "independent"), rule, 0) == pytest.approx(4, abs=1e-12)
+        assert num_emitted(p, draws(p, (1, 1, 1), "independent"), rule) == pytest.approx(4, abs=1e-12)
     apart_p, apart_q = ConstantTable([0.5, 0.5, 1e-30]), ConstantTable([1e-30, 1e-30, 1.0])
     for rule in SAMPLED_RULES:
-        assert acceptance(apart_p, draws(apart_q, (1, 1), "independent"), rule, 0) == pytest.approx(1, abs=1e-12)
+        assert num_emitted(apart_p, draws(apart_q, (1, 1), "independent"), rule) == pytest.approx(1, abs=1e-12)
 
 
 @given(seed=seeds)
@@ -223,7 +233,7 @@ def test_one_rule_in_two_guises(seed: int) -> None:
     p, q = Table(3, seed), Table(3, seed + 1)
     for depth in (1, 2, 3):
         drafter = draws(q, (1,) * depth, "independent")
-        tokens = {rule: acceptance(p, drafter, rule, 0) for rule in SAMPLED_RULES}
+        tokens = {rule: num_emitted(p, drafter, rule) for rule in SAMPLED_RULES}
         assert tokens["tree"] == pytest.approx(tokens["rejection"], abs=1e-12)
         assert tokens["traversal"] == pytest.approx(tokens["block"], abs=1e-12)
         if depth == 1:
