@@ -61,6 +61,11 @@ class NoiseKey(NamedTuple):
     node: int
     purpose: int
 
+    @property
+    def counter(self) -> int:
+        """Step and node where the noise of `match` has the position."""
+        return self.step | (self.node + 1) << 32
+
 
 class Randomness(Protocol):
     """Where sampling drafters and distribution rules get chance from: keyed noise, or a test that tries everything.
@@ -77,33 +82,11 @@ class Randomness(Protocol):
         ...
 
 
-class KeyedRandomness:
-    """Randomness that is a pure function of its key."""
-
-    def flip(self, key: NoiseKey, p: float, q: float = 1.0) -> bool:
-        # u is in [0, 1) and the test is strict, so that nothing of probability 0 is ever accepted; q may underflow.
-        return uniform(key) * q < p
-
-    def draw(self, key: NoiseKey, ids: npt.NDArray[Any], probs: Float64s, count: int = 1) -> list[int]:
-        possible = np.flatnonzero(probs > 0)
-        ids = ids[possible]
-        noise = gumbel(key.seed, _counter(key), ids, key.purpose)
-        noisy = exact_log(probs[possible]) + noise
-        if count == 1:
-            return [int(ids[np.argmax(noisy)])]
-        # The order of score + Gumbel noise is the order of drawing without replacement (Gumbel top-k).
-        return [int(id_) for id_ in ids[np.argsort(-noisy, kind="stable")[:count]]]
-
-
 def uniform(key: NoiseKey) -> float:
     """A uniform number in [0, 1) with 53 bits."""
-    words = philox_words(key.seed, _counter(key), np.zeros(1, np.uint32), key.purpose)
+    words = philox_words(key.seed, key.counter, np.zeros(1, np.uint32), key.purpose)
     high, low = int(words[0][0]) >> 5, int(words[1][0]) >> 6
     return ((high << 26) + low) * 2.0**-53
-
-
-def _counter(key: NoiseKey) -> int:
-    return key.step | (key.node + 1) << 32
 
 
 def gumbel(seed: int, t: int, ids: npt.NDArray[Any], purpose: int = PURPOSE_MATCH) -> Float64s:

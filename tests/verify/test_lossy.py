@@ -18,9 +18,8 @@ from sakiyomi.decode import prefill, step
 from sakiyomi.drafters.planted import PlantedDrafter
 from sakiyomi.errors import ParameterError
 from sakiyomi.models.toy import ToyModel, random_law
-from sakiyomi.noise import KeyedRandomness
 from sakiyomi.params import SamplingParams
-from sakiyomi.sampling.distributions import Law, law_of
+from sakiyomi.sampling.distributions import KeyedRandomness, Law, law_of
 from sakiyomi.tree import Draft
 from sakiyomi.types import Drafter, History, Sequence, Verdict, Verifier
 from sakiyomi.verify.lenient import LenientVerifier

@@ -18,10 +18,10 @@ from sakiyomi.drafters.none import NoneDrafter
 from sakiyomi.drafters.planted import PlantedDrafter
 from sakiyomi.errors import ParameterError, SakiyomiError, UnknownNameError
 from sakiyomi.models.toy import ToyModel, random_law
-from sakiyomi.noise import PURPOSE_ACCEPT, PURPOSE_DRAFT, KeyedRandomness, NoiseKey, uniform
+from sakiyomi.noise import PURPOSE_ACCEPT, PURPOSE_DRAFT, NoiseKey, uniform
 from sakiyomi.params import SamplingParams
-from sakiyomi.sampling.choose import choose, rank
-from sakiyomi.sampling.distributions import Law, law_of
+from sakiyomi.sampling.choose import choose, race, race_reference, rank, weigh, weigh_reference
+from sakiyomi.sampling.distributions import KeyedRandomness, Law, law_of
 from sakiyomi.tree import Draft
 from sakiyomi.types import Drafter, DrafterContext, History, Sequence, Verifier
 from sakiyomi.verify.match import MatchVerifier
@@ -225,3 +225,34 @@ def test_damaged_rows_are_errors(bad: float) -> None:
     for call in (law_of, lambda r, h: rank(r, h, 2)):
         with pytest.raises(SakiyomiError):
             call(row, History([1], 1, WARM, 0))
+
+
+# ---------------------------------------------------------------------------------------------- native and numpy
+
+
+@given(
+    params=some_params.filter(lambda params: not params.is_greedy), seed=st.integers(0, 1000), size=st.integers(1, 300)
+)
+def test_native_laws_and_races_are_numpys_bit_for_bit(params: SamplingParams, seed: int, size: int) -> None:
+    rng = np.random.default_rng(seed)
+    row = rng.choice([rng.normal(0, 3, size), rng.integers(-2, 3, size)]).astype(np.float32)
+    row[rng.random(size) < 0.2] = -np.inf
+    row[rng.integers(size)] = rng.choice([1.0, np.inf])
+    ids, weights = weigh(row, History([], 0, replace(params, frequency_penalty=0), seed))
+    expected = weigh_reference(row, params)
+    assert ids.tolist() == expected[0].tolist()
+    assert weights.tobytes() == expected[1].tobytes()
+    for scale in (1.0, 1e-300):
+        key = NoiseKey(seed, 2, 3, PURPOSE_DRAFT)
+        for count in (1, 3, size):
+            assert race(ids, weights * scale, key, count) == race_reference(ids, weights * scale, key, count)
+
+
+def test_long_races_are_numpys_too() -> None:
+    """Long enough for noise that is never evaluated, by its bound."""
+    rng = np.random.default_rng(0)
+    ids = np.sort(rng.permutation(40000)[:20000])
+    for step_number in range(40):
+        probs = rng.dirichlet(np.full(ids.size, rng.choice([0.01, 1.0])))
+        key = NoiseKey(1, step_number, 0, PURPOSE_DRAFT)
+        assert race(ids, probs, key, 2) == race_reference(ids, probs, key, 2)

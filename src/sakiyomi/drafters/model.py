@@ -22,9 +22,9 @@ from typing import Literal
 import numpy as np
 
 from sakiyomi.errors import ParameterError
-from sakiyomi.noise import PURPOSE_DRAFT, KeyedRandomness, Randomness
+from sakiyomi.noise import PURPOSE_DRAFT, Randomness
 from sakiyomi.sampling.choose import rank
-from sakiyomi.sampling.distributions import Law, law_of
+from sakiyomi.sampling.distributions import KeyedRandomness, Law, law_of
 from sakiyomi.tree import ROOT, Draft, TreeBuilder
 from sakiyomi.types import Cache, Drafter, DrafterContext, DrawMode, Model, Output, Sequence, Span
 

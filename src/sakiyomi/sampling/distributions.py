@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sakiyomi.errors import ParameterError
-from sakiyomi.noise import PURPOSE_ACCEPT, PURPOSE_CORRECT, Randomness, exact_exp
-from sakiyomi.sampling.choose import Float32s, Ids, choose, filter_scores, process_logits
+from sakiyomi.noise import PURPOSE_ACCEPT, PURPOSE_CORRECT, NoiseKey, Randomness, uniform
+from sakiyomi.sampling.choose import Float32s, Ids, choose, race, weigh
 from sakiyomi.tree import Draft
 from sakiyomi.types import History, Output, Sequence, Verdict
 
@@ -94,13 +94,21 @@ def law_of(logits: Float32s, history: History) -> Law:
     Raises:
         ParameterError, SakiyomiError: as `choose`.
     """
-    row = process_logits(logits, history)
-    if history.params.is_greedy or not row.max() > -np.inf:
-        return Law.one_hot(choose(logits, history), row.size)
-    scores = filter_scores(row, history.params)
-    ids = np.flatnonzero(scores > -np.inf)
-    weights = exact_exp(scores[ids])
-    return Law(ids, weights / weights.sum(), row.size)
+    if history.params.is_greedy:
+        return Law.one_hot(choose(logits, history), logits.size)
+    ids, weights = weigh(logits, history)
+    return Law(ids, weights / weights.sum(), logits.size)
+
+
+class KeyedRandomness:
+    """`noise.Randomness` that is a pure function of its key."""
+
+    def flip(self, key: NoiseKey, p: float, q: float = 1.0) -> bool:
+        # u is in [0, 1) and the test is strict, so that nothing of probability 0 is ever accepted; q may underflow.
+        return uniform(key) * q < p
+
+    def draw(self, key: NoiseKey, ids: Ids, probs: Float64s, count: int = 1) -> list[int]:
+        return race(ids, probs, key, count)
 
 
 class TargetLaws:

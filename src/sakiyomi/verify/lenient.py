@@ -11,8 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from sakiyomi.errors import ParameterError
-from sakiyomi.noise import KeyedRandomness, Randomness
+from sakiyomi.noise import Randomness
 from sakiyomi.sampling.distributions import (
+    KeyedRandomness,
     Law,
     TargetLaws,
     accept_path,

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sakiyomi.noise import KeyedRandomness, Randomness
+from sakiyomi.noise import Randomness
 from sakiyomi.sampling.distributions import (
+    KeyedRandomness,
     TargetLaws,
     accept_path,
     drawn_children,

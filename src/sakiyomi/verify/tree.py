@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sakiyomi.noise import KeyedRandomness, Randomness
+from sakiyomi.noise import Randomness
 from sakiyomi.sampling.distributions import (
+    KeyedRandomness,
     Law,
     TargetLaws,
     accept_path,
