@@ -53,9 +53,10 @@ def step(model: Model, drafter: Drafter, verifier: Verifier, sequences: Seq[Sequ
     drafts = propose(drafter, sequences, budgets, model.info)
     spans = [_span(sequence, draft, drafter.taps) for sequence, draft in zip(sequences, drafts, strict=True)]
     outputs = model.forward(spans)
+    # All verdicts before the first commit: a row that cannot be judged leaves every sequence as it was.
+    verdicts = [verifier.verify(*judged) for judged in zip(drafts, outputs, sequences, strict=True)]
     steps = []
-    for sequence, draft, span, output in zip(sequences, drafts, spans, outputs, strict=True):
-        verdict = verifier.verify(draft, output, sequence)
+    for sequence, draft, span, output, verdict in zip(sequences, drafts, spans, outputs, verdicts, strict=True):
         sequence.num_steps += 1
         steps.append(_commit(sequence, draft, verdict, output, model.info))
         _keep(sequence, span, verdict.path[: len(steps[-1].tokens) - 1], output, drafter)
