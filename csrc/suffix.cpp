@@ -175,6 +175,9 @@ public:
     std::size_t num_bytes() const {
         return states_.capacity() * sizeof(State) + edges_.capacity() * sizeof(Edge) + table_.num_bytes();
     }
+    std::size_t num_used_bytes() const {
+        return states_.size() * sizeof(State) + edges_.size() * sizeof(Edge) + table_.num_bytes();
+    }
     void shrink() {
         states_.shrink_to_fit();
         edges_.shrink_to_fit();
@@ -340,5 +343,6 @@ void bind_suffix(nb::module_& m) {
         .def("__len__", &Automaton::num_tokens)
         .def_prop_ro("num_states", &Automaton::num_states)
         .def_prop_ro("num_edges", &Automaton::num_edges)
-        .def_prop_ro("num_bytes", &Automaton::num_bytes);
+        .def_prop_ro("num_bytes", &Automaton::num_bytes)
+        .def_prop_ro("num_used_bytes", &Automaton::num_used_bytes);
 }

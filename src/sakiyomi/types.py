@@ -308,10 +308,12 @@ class DrafterContext:
     Attributes:
         target: the model that verifies.
         load_model: loads a second model by name and checks that it shares the target's tokenizer.
+        make_drafters: builds the drafters that a text joins by "+", for the same target.
     """
 
     target: Model
     load_model: Callable[[str], Model]
+    make_drafters: Callable[[str], list[Drafter]] | None = None
 
 
 class Drafter(Protocol):
@@ -322,6 +324,8 @@ class Drafter(Protocol):
 
     taps: tuple[int, ...] = ()
     needs_all_taps: bool = False
+    reads_prediction: bool = False
+    """Whether it drafts from `Sequence.prediction`."""
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         """One draft per sequence, of at most `budget` nodes each."""

@@ -95,6 +95,11 @@ class Automaton(Protocol):
         ...
 
     @property
+    def num_used_bytes(self) -> int:
+        """Memory held, spare room left out."""
+        ...
+
+    @property
     def num_states(self) -> int: ...
 
     @property
@@ -141,9 +146,7 @@ class PythonAutomaton:
         target, length = follow[state][token], self._length[state] + 1
         if self._length[target] == length:
             return target
-        clone = self._new_state(
-            dict(follow[target]), link[target], length, self._count[target], self._last_end[target]
-        )
+        clone = self._new_state(dict(follow[target]), link[target], length, self._count[target], self._last_end[target])
         self._num_edges += len(follow[target])
         while state != -1 and follow[state].get(token) == target:
             follow[state][token] = clone
@@ -241,6 +244,10 @@ class PythonAutomaton:
     def num_bytes(self) -> int:
         """An estimate."""
         return self.num_states * NUM_BYTES_PER_STATE + self.num_edges * NUM_BYTES_PER_EDGE
+
+    @property
+    def num_used_bytes(self) -> int:
+        return self.num_bytes
 
     @property
     def num_states(self) -> int:
