@@ -227,7 +227,7 @@ def _load_drafting_model(name: str, target: LoadedModel, options: ModelOptions) 
 
 # ---------------------------------------------------------------------------------------------- vLLM's keys
 
-METHODS = {"ngram": "ngram", "suffix": "suffix", "draft_model": "model"}
+METHODS = {"ngram": "ngram", "draft_model": "model", "suffix": "suffix"}
 SUFFIX_KEYS = {"suffix_decoding_min_token_prob": "min_confidence"}
 IGNORED_KEYS = (
     "draft_tensor_parallel_size",

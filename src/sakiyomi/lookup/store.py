@@ -1,7 +1,7 @@
 """A store of finished texts, from which the texts to come may draft: bounded in bytes, the oldest out first.
 
-The texts lie in a row of suffix automata. The newest one grows; once it has its share of the bytes it is closed and
-a new one is begun, and when the closed ones exceed theirs the oldest is dropped whole. With a file the store outlives the
+The texts lie in a row of suffix automata. The newest one grows; once it has its share of the bytes it is closed and a
+new one is begun, and when the closed ones exceed theirs the oldest is dropped whole. With a file the store outlives the
 process: each text is appended when it comes, and the file is rewritten when it holds twice what the store does.
 """
 
