@@ -34,7 +34,7 @@ OWN_PROMPTS = (
     "Write a short poem about the sea, then repeat its first line three times.",
     "List the first ten prime numbers, then list them again in reverse order.",
 )
-LOOKUP_DRAFTERS = ("ngram", "suffix", "suffix:width=1,min_confidence=0.03", "combined:mode=merge,parts=suffix+ngram")
+LOOKUP_DRAFTERS = ("ngram", "suffix", "combined:mode=merge,parts=suffix+ngram")
 TEMPERATURES = (0.0, 0.7, 1.0)
 SINGLE_TURN_GROUPS = ("translation", "summarization", "qa", "math_reasoning", "rag")
 
