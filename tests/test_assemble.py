@@ -89,6 +89,36 @@ def test_the_target_named_as_drafter_shares_its_weights(tmp_path: Path, write_ll
     assert output.speculation.num_accepted_tokens == output.speculation.num_draft_tokens == 18
 
 
+@pytest.mark.parametrize(
+    ("verifier", "draw"),
+    [("match", "coupled"), ("block", "independent"), ("traversal", "independent"), ("typical:lossy=true", "argmax")],
+)
+def test_the_rule_settles_how_the_drafter_draws(
+    tmp_path: Path, write_llama: WriteLlama, verifier: str, draw: str
+) -> None:
+    target = write_llama(tmp_path / "target")
+    llm = LLM(str(target), drafter=f"model:model={target}", verifier=verifier)
+    assert llm.drafter.draw == draw  # type: ignore[attr-defined]
+    stats = llm.generate("Hello", PARAMS)[0].speculation
+    assert stats.verifier == verifier.partition(":")[0]
+    assert stats.is_lossless == llm.verifier.is_lossless
+    assert stats.num_accepted_tokens > 0
+    if verifier == "block":
+        assert stats.num_accepted_tokens == stats.num_draft_tokens
+        assert stats.verifier_options == {}
+    if verifier.startswith("typical"):
+        assert stats.verifier_options == {"lossy": True, "epsilon": 0.09, "delta": 0.3}
+
+
+def test_what_the_user_says_of_drawing_stands(tmp_path: Path, write_llama: WriteLlama) -> None:
+    target = write_llama(tmp_path / "target")
+    llm = LLM(str(target), drafter=f"model:model={target},draw=coupled", verifier="rejection")
+    with pytest.raises(ParameterError, match="draw=independent or draw=argmax"):
+        llm.generate("Hello", PARAMS)
+    with pytest.raises(ParameterError, match="lossy=true"):
+        LLM(str(target), verifier="lenient")
+
+
 def test_a_drafter_with_a_shorter_context_stops_drafting(
     tmp_path: Path, write_llama: WriteLlama, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -248,11 +248,15 @@ def test_a_law_that_breaks_for_one_sequence_stops_that_one(byte_tokenizer: Token
         return np.full_like(logits, np.nan) if bad in tokens[:3] else logits
 
     llm = LLM.from_loaded(load(law, byte_tokenizer))
-    good, broken, fine = llm.generate(["abc", "ab!", "xyz"], SamplingParams(temperature=0, max_tokens=4))
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=2)
+    good, broken, fine = llm.generate(["abc", "ab!", "xyz"], params)
     assert good.error is None
     assert fine.error is None
     assert "nan" in str(broken.error)
     assert broken.outputs[0].finish_reason == "error"
+    for whole, prompt in ((good, "abc"), (fine, "xyz")):
+        alone = llm.generate(prompt, params)[0]
+        assert (whole.outputs, whole.speculation) == (alone.outputs, alone.speculation)
     with pytest.raises(Exception, match="nan"):
         llm.generate("ab!", SamplingParams(temperature=0))
 

@@ -16,7 +16,7 @@ from sakiyomi.errors import CheckpointError, MissingExtraError, ParameterError, 
 from sakiyomi.plugins import find_class, list_names, make_config, parse_spec
 from sakiyomi.text.chat import ChatTemplate
 from sakiyomi.text.tokenizer import Tokenizer
-from sakiyomi.types import Checkpoint, Drafter, DrafterContext, Model, Verifier
+from sakiyomi.types import Checkpoint, Drafter, DrafterContext, DrawMode, Model, Verifier
 
 logger = logging.getLogger("sakiyomi")
 
@@ -163,9 +163,16 @@ def _has_torch() -> bool:
 
 
 def make_drafter(
-    spec: str, target: LoadedModel, options: ModelOptions, more: Mapping[str, Any] | None = None
+    spec: str,
+    target: LoadedModel,
+    options: ModelOptions,
+    more: Mapping[str, Any] | None = None,
+    draw: DrawMode = "coupled",
 ) -> Drafter:
     """Build a drafter from `name:key=value,...` and further options, or from several that are joined by `+`.
+
+    Args:
+        draw: how the verifier wants tokens to be found (`Verifier.draw`), where the options leave it open.
 
     Raises:
         UnknownNameError, ParameterError, VocabularyError
@@ -176,7 +183,8 @@ def make_drafter(
     context = DrafterContext(
         target.model,
         lambda model: _load_drafting_model(model, target, options),
-        make_drafters=lambda parts: [make_drafter(part, target, options) for part in _split_drafters(parts)],
+        draw,
+        lambda parts: [make_drafter(part, target, options, draw=draw) for part in _split_drafters(parts)],
     )
     built: Drafter = drafter(config, context)
     return built
@@ -198,10 +206,20 @@ def _split_drafters(spec: str) -> list[str]:
 
 
 def make_verifier(spec: str) -> Verifier:
-    """Build a verifier from `name:key=value,...`."""
+    """Build a verifier from `name:key=value,...`.
+
+    Raises:
+        UnknownNameError, ParameterError: also for a lossy rule without the consent `lossy=true`.
+    """
     name, settings = parse_spec(spec)
     verifier = find_class("sakiyomi.verify", "sakiyomi.verifiers", "verifier", name)
-    built: Verifier = verifier(make_config(name, verifier.Config, settings))
+    config = make_config(name, verifier.Config, settings)
+    if verifier.is_lossless not in ("tokens", "distribution") and getattr(config, "lossy", False) is not True:
+        raise ParameterError(
+            f"the verifier {name} is lossy: the text would not be the model's own; write {name}:lossy=true to accept "
+            "that, or take match, rejection, block, tree or traversal."
+        )
+    built: Verifier = verifier(config)
     return built
 
 

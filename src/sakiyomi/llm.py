@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any, cast
 
 from rich.console import Console
@@ -34,7 +34,7 @@ from sakiyomi.text.chat import ChatTemplate
 from sakiyomi.text.detokenizer import Detokenizer
 from sakiyomi.text.stops import TextStream
 from sakiyomi.text.tokenizer import Tokenizer
-from sakiyomi.types import Drafter, ModelInfo, Sequence
+from sakiyomi.types import Drafter, ModelInfo, Sequence, Verifier
 
 logger = logging.getLogger("sakiyomi")
 
@@ -55,7 +55,9 @@ class LLM:
     Args:
         model: "smollm2", a folder in transformers' layout, a .gguf file, or a hub id.
         drafter: `name` or `name:key=value,...`, or a Drafter.
-        verifier: the acceptance rule; `match` keeps every token as plain decoding has it.
+        verifier: the acceptance rule, `name` or `name:key=value,...`. `match` keeps every token as plain decoding has
+            it; `rejection`, `block`, `tree` and `traversal` keep the distribution; `typical`, `lenient` and `relaxed`
+            keep neither and need the consent `lossy=true` among their options.
         dtype, device, backend, threads, max_model_len: see `assemble.ModelOptions`.
         seed: base of the seeds of requests that bring none; None draws each afresh.
         max_num_seqs: sequences that share a step at most.
@@ -86,8 +88,9 @@ class LLM:
             dtype=dtype, device=device, backend=backend, threads=threads, max_model_len=max_model_len
         )
         loaded = load_model(model, options)
-        built = make_drafter(name, loaded, options, more) if isinstance(name, str) else name
-        self._setup(loaded, built, verifier, seed, max_num_seqs)
+        rule = make_verifier(verifier)
+        built = make_drafter(name, loaded, options, more, rule.draw) if isinstance(name, str) else name
+        self._setup(loaded, built, rule, seed, max_num_seqs)
         self.load_seconds = time.perf_counter() - started
 
     @classmethod
@@ -102,17 +105,20 @@ class LLM:
     ) -> LLM:
         """An LLM over a model that is loaded already (shared weights, toys)."""
         llm = cls.__new__(cls)
-        built = make_drafter(drafter, loaded, ModelOptions()) if isinstance(drafter, str) else drafter
-        llm._setup(loaded, built, verifier, seed, max_num_seqs)
+        rule = make_verifier(verifier)
+        built = make_drafter(drafter, loaded, ModelOptions(), draw=rule.draw) if isinstance(drafter, str) else drafter
+        llm._setup(loaded, built, rule, seed, max_num_seqs)
         llm.load_seconds = 0.0
         return llm
 
-    def _setup(self, loaded: LoadedModel, drafter: Drafter, verifier: str, seed: int | None, max_num_seqs: int) -> None:
+    def _setup(
+        self, loaded: LoadedModel, drafter: Drafter, verifier: Verifier, seed: int | None, max_num_seqs: int
+    ) -> None:
         if max_num_seqs < 1:
             raise ParameterError(f"max_num_seqs={max_num_seqs} is not allowed; give at least 1.")
         self.loaded = loaded
         self.drafter = drafter
-        self.verifier = make_verifier(verifier)
+        self.verifier = verifier
         self._seed = seed
         self._max_num_seqs = max_num_seqs
         self._request_numbers = itertools.count()
@@ -438,12 +444,20 @@ class LLM:
             drafter=type(self.drafter).__module__.rpartition(".")[2],
             verifier=type(self.verifier).__module__.rpartition(".")[2],
             is_lossless=self.verifier.is_lossless,
+            verifier_options=_options_of(self.verifier),
             num_steps=counter.num_steps,
             num_draft_tokens=counter.num_draft_tokens,
             num_accepted_tokens=counter.num_accepted_tokens,
+            num_lossy_tokens=counter.num_lossy_tokens,
             mean_acceptance_length=counter.mean_acceptance_length,
             acceptance_per_position=counter.acceptance_per_position,
         )
+
+
+def _options_of(verifier: Verifier) -> dict[str, Any]:
+    """The knobs of the rule."""
+    config = getattr(verifier, "config", None)
+    return asdict(config) if is_dataclass(config) and not isinstance(config, type) else {}
 
 
 class ChatSession:

@@ -66,9 +66,12 @@ class FakeLLM:
         speculation = SimpleNamespace(
             drafter="ngram",
             verifier="match",
+            is_lossless="tokens",
+            verifier_options={},
             num_steps=5,
             num_draft_tokens=6,
             num_accepted_tokens=3,
+            num_lossy_tokens=0,
             mean_acceptance_length=1.6,
             acceptance_per_position=[0.4, 0.2],
         )

@@ -104,9 +104,12 @@ def test_json_is_one_object_with_the_frozen_keys(run, llm) -> None:
         "speculation": {
             "drafter": "ngram",
             "verifier": "match",
+            "is_lossless": "tokens",
+            "verifier_options": {},
             "num_steps": 5,
             "num_draft_tokens": 6,
             "num_accepted_tokens": 3,
+            "num_lossy_tokens": 0,
             "mean_acceptance_length": 1.6,
             "acceptance_per_position": [0.4, 0.2],
         },

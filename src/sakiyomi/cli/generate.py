@@ -82,9 +82,12 @@ def to_json(output: RequestOutput) -> dict[str, Any]:
         "speculation": {
             "drafter": stats.drafter,
             "verifier": stats.verifier,
+            "is_lossless": stats.is_lossless,
+            "verifier_options": stats.verifier_options,
             "num_steps": stats.num_steps,
             "num_draft_tokens": stats.num_draft_tokens,
             "num_accepted_tokens": stats.num_accepted_tokens,
+            "num_lossy_tokens": stats.num_lossy_tokens,
             "mean_acceptance_length": stats.mean_acceptance_length,
             "acceptance_per_position": list(stats.acceptance_per_position),
         },

@@ -49,7 +49,9 @@ class EngineOptions:
         str,
         _option("--drafter", "-d", help="Who guesses: NAME or NAME:key=value,key=value; none is plain.", panel=ENGINE),
     ] = "ngram"
-    verifier: Annotated[str, _option("--verifier", help="The rule that accepts guesses.", panel=ENGINE)] = "match"
+    verifier: Annotated[
+        str, _option("--verifier", help="The rule that accepts guesses: NAME or NAME:key=value.", panel=ENGINE)
+    ] = "match"
     dtype: Annotated[str | None, _option("--dtype", help="Number format of the weights.", panel=ENGINE)] = None
     device: Annotated[str, _option("--device", help="Where to compute: cpu, cuda, ...", panel=ENGINE)] = "cpu"
     backend: Annotated[str, _option("--backend", help="native (our CPU kernels), torch, or auto.", panel=ENGINE)] = (
