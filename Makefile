@@ -37,9 +37,9 @@ $(VENV)/.dev: $(VENV)/.built constraints-dev.txt
 	@$(PIP) install --constraint constraints-dev.txt --group dev
 	@touch $@
 
-build: $(VENV)/.built
+build: $(VENV)/.built ;
 
-setup: $(VENV)/.dev
+setup: $(VENV)/.dev ;
 
 # ---------------------------------------------------------------------------------------------- gates
 

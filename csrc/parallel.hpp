@@ -77,10 +77,12 @@ class Team {
 
     // Everything written before it by any thread is seen after it by all.
     void barrier() {
-        if (size_ == 1) return;
+        // Read before arriving: once the last thread has arrived, the next run may change the size.
+        const int size = size_;
+        if (size == 1) return;
         const Phase before = mark(Phase::kWait);
         const std::uint32_t phase = gate_.value();
-        if (num_arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+        if (num_arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
             num_arrived_.store(0, std::memory_order_relaxed);
             gate_.advance();
         } else {

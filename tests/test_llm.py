@@ -248,11 +248,15 @@ def test_a_law_that_breaks_for_one_sequence_stops_that_one(byte_tokenizer: Token
         return np.full_like(logits, np.nan) if bad in tokens[:3] else logits
 
     llm = LLM.from_loaded(load(law, byte_tokenizer))
-    good, broken, fine = llm.generate(["abc", "ab!", "xyz"], SamplingParams(temperature=0, max_tokens=4))
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=2)
+    good, broken, fine = llm.generate(["abc", "ab!", "xyz"], params)
     assert good.error is None
     assert fine.error is None
     assert "nan" in str(broken.error)
     assert broken.outputs[0].finish_reason == "error"
+    for whole, prompt in ((good, "abc"), (fine, "xyz")):
+        alone = llm.generate(prompt, params)[0]
+        assert (whole.outputs, whole.speculation) == (alone.outputs, alone.speculation)
     with pytest.raises(Exception, match="nan"):
         llm.generate("ab!", SamplingParams(temperature=0))
 
@@ -362,6 +366,89 @@ def test_a_turn_that_does_not_fit_leaves_the_session_as_it_was(byte_tokenizer: T
     assert session.messages == []
 
 
+# ---------------------------------------------------------------------------------------------- wishes of a request
+
+TEXT = "The quick brown fox jumps over the lazy dog."
+
+
+@pytest.mark.parametrize(
+    "drafter", ["suffix:num_speculative_tokens=4", "ngram:num_speculative_tokens=4", "suffix+ngram"]
+)
+def test_a_prediction_saves_passes_and_changes_nothing(byte_tokenizer: Tokenizer, drafter: str) -> None:
+    loaded = saying(TEXT, byte_tokenizer)
+    llm = LLM.from_loaded(loaded, drafter=drafter)
+    params = SamplingParams(temperature=0, max_tokens=len(TEXT))
+    plain = llm.generate(PROMPT, params)[0]
+    for prediction in (TEXT, byte_tokenizer.encode(TEXT)):
+        predicted = llm.generate(PROMPT, params, prediction=prediction)[0]
+        assert strip(predicted) == strip(plain)
+        assert predicted.speculation.num_steps <= -(-len(TEXT) // 5)
+        assert plain.speculation.num_steps > 2 * predicted.speculation.num_steps
+    wrong = llm.generate(PROMPT, params, prediction=TEXT.upper())[0]
+    assert strip(wrong) == strip(plain)
+
+
+def test_predictions_go_with_their_prompts(byte_tokenizer: Tokenizer) -> None:
+    llm = LLM.from_loaded(saying(TEXT, byte_tokenizer), drafter="suffix")
+    params = SamplingParams(temperature=0, max_tokens=len(TEXT))
+    outputs = llm.generate([PROMPT, PROMPT], params, prediction=[None, TEXT])
+    assert outputs[0].speculation.num_steps > 20
+    assert outputs[1].speculation.num_steps < 5
+    shared = llm.generate([PROMPT, PROMPT], params, prediction=TEXT)
+    assert [output.speculation.num_steps < 5 for output in shared] == [True, True]
+    streamed = list(llm.stream(PROMPT, params, prediction=TEXT))[-1].output
+    assert streamed is not None
+    assert streamed.speculation.num_steps < 5
+    chat = LLM.from_loaded(load(random_law(VOCAB, 3), byte_tokenizer), drafter="suffix")
+    messages = [{"role": "user", "content": "hi"}]
+    expected = chat.chat(messages, params)[0].outputs[0].token_ids
+    assert chat.chat(messages, params, prediction=expected)[0].speculation.num_steps < 5
+    last = list(chat.session().stream("hi", params, prediction=expected))[-1].output
+    assert last is not None
+    assert last.outputs[0].token_ids == expected
+    assert last.speculation.num_steps < 5
+
+
+def test_speculation_is_switched_per_request(byte_tokenizer: Tokenizer) -> None:
+    loaded = saying(TEXT, byte_tokenizer)
+    llm = LLM.from_loaded(loaded, drafter=planting(TEXT, byte_tokenizer, 8))
+    params = SamplingParams(temperature=0, max_tokens=len(TEXT))
+    outputs = llm.generate([PROMPT] * 4, params, speculation=[True, False, 0, 2])
+    assert [strip(output) for output in outputs] == [strip(outputs[0])] * 4
+    assert [output.speculation.num_draft_tokens > 0 for output in outputs] == [True, False, False, True]
+    steps = [output.speculation.num_steps for output in outputs]
+    assert steps[1:] == [len(TEXT), len(TEXT), -(-len(TEXT) // 3)]
+    assert llm.generate(PROMPT, params, speculation=False)[0].speculation.num_draft_tokens == 0
+    assert list(llm.stream(PROMPT, params, speculation=False))[-1].output.speculation.num_draft_tokens == 0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ({"speculation": -1}, "speculation=-1 is not allowed"),
+        ({"speculation": "on"}, "2 values of speculation for 1 prompts"),
+        ({"speculation": ["on"]}, "speculation='on' is not allowed"),
+        ({"prediction": [TEXT, TEXT]}, "2 predictions for 1 prompts"),
+        ({"prediction": [1, VOCAB]}, "the prediction holds id 257; ids are 0 to 256"),
+    ],
+)
+def test_impossible_wishes_are_refused(byte_tokenizer: Tokenizer, wishes: dict[str, object], message: str) -> None:
+    llm = LLM.from_loaded(saying(TEXT, byte_tokenizer), drafter="suffix")
+    with pytest.raises(ParameterError, match=message):
+        llm.generate(PROMPT, **wishes)  # type: ignore[arg-type]
+
+
+def test_a_prediction_that_nobody_reads_is_said_once(
+    byte_tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = LLM.from_loaded(saying(TEXT, byte_tokenizer), drafter="none")
+    for _ in range(2):
+        llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=3), prediction=TEXT)
+    assert [record.message for record in caplog.records] == [
+        "The drafter in use does not read predictions; take suffix or ngram."
+    ]
+
+
 # ---------------------------------------------------------------------------------------------- memory
 
 
@@ -403,6 +490,11 @@ def test_a_long_prompt_over_a_large_vocabulary_needs_little_memory() -> None:
             None,
             {"speculative_model": "m", "num_speculative_tokens": 5},
             ("model", {"model": "m", "num_speculative_tokens": 5}),
+        ),
+        (
+            {"method": "suffix", "num_speculative_tokens": 9, "suffix_decoding_min_token_prob": 0.2},
+            {},
+            ("suffix", {"num_speculative_tokens": 9, "min_confidence": 0.2}),
         ),
         (None, {"speculative_model": "[ngram]", "use_v2_block_manager": True}, ("ngram", {})),
     ],

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sakiyomi.errors import ParameterError
-from sakiyomi.tree import ROOT, Draft
+from sakiyomi.tree import DEFAULT_CONFIDENCE, ROOT, Draft, expected_length, merge_drafts
 
 VOCAB = 4
 paths = st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=6).map(tuple), max_size=12)
@@ -158,3 +158,67 @@ def test_check_finds_a_planted_defect(draft: Draft, data: st.DataObject):
         parents.pop()
     with pytest.raises(ParameterError):
         Draft(tuple(tokens), tuple(parents)).check(VOCAB)
+
+
+# ---------------------------------------------------------------------------------------------- merging
+
+
+@st.composite
+def confident_drafts(draw: st.DrawFn) -> Draft:
+    """Any valid tree, with confidences that fall along each path (ties included) or with none."""
+    draft = draw(drafts())
+    if draw(st.booleans()):
+        return draft
+    confidences: list[float] = []
+    for parent in draft.parents:
+        above = 1.0 if parent == ROOT else confidences[parent]
+        confidences.append(above * draw(st.sampled_from([1.0, 0.7, 0.3])))
+    return Draft(draft.tokens, draft.parents, confidences=tuple(confidences))
+
+
+def confidence_of(draft: Draft) -> dict[tuple[int, ...], float]:
+    """Each path of tokens with its confidence."""
+    found = {}
+    for node in range(len(draft)):
+        path = tuple(draft.tokens[ancestor] for ancestor in draft.path(node))
+        found[path] = DEFAULT_CONFIDENCE ** len(path) if draft.confidences is None else draft.confidences[node]
+    return found
+
+
+@given(several=st.lists(confident_drafts(), max_size=4), max_nodes=st.integers(0, 20))
+def test_merging_keeps_the_most_confident_nodes_of_all(several: list[Draft], max_nodes: int) -> None:
+    merged = merge_drafts(several, max_nodes)
+    merged.check(VOCAB)
+    best: dict[tuple[int, ...], float] = {}
+    for draft in several:
+        for path, confidence in confidence_of(draft).items():
+            best[path] = max(best.get(path, 0.0), confidence)
+    kept = confidence_of(merged)
+    assert len(kept) == min(max_nodes, len(best))
+    assert all(best[path] == confidence for path, confidence in kept.items())
+    assert list(kept.values()) == sorted(best.values(), reverse=True)[:max_nodes]
+    assert expected_length(merged) == pytest.approx(sum(kept.values()))
+
+
+def test_a_child_is_never_more_confident_than_its_parent_after_merging() -> None:
+    merged = merge_drafts([Draft((1, 2), (-1, 0), confidences=(0.2, 0.9))], 8)
+    assert merged == Draft((1, 2), (-1, 0), confidences=(0.2, 0.2))
+
+
+def test_merging_with_a_coupled_draft_is_coupled() -> None:
+    assert merge_drafts([Draft.chain([1]), Draft.chain([2], "coupled")], 8).drawn == "coupled"
+    assert merge_drafts([Draft.chain([1]), Draft.chain([2])], 8).drawn == "fixed"
+    with pytest.raises(AssertionError, match="sampled"):
+        merge_drafts([Draft((1,), (-1,), "independent")], 8)
+
+
+@given(draft=confident_drafts(), max_nodes=st.integers(0, 10), max_depth=st.integers(0, 5))
+def test_trimming_keeps_confidences_with_their_nodes(draft: Draft, max_nodes: int, max_depth: int) -> None:
+    trimmed = draft.trim(max_nodes, max_depth)
+    whole = confidence_of(draft)
+    assert all(whole[path] == confidence for path, confidence in confidence_of(trimmed).items())
+
+
+def test_confidences_are_as_many_as_nodes() -> None:
+    with pytest.raises(ParameterError, match="confidences"):
+        Draft((1, 2), (-1, 0), confidences=(0.5,)).check(VOCAB)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,10 @@ from typing import Any, Literal
 
 from sakiyomi import hub
 from sakiyomi.errors import CheckpointError, MissingExtraError, ParameterError, VocabularyError
-from sakiyomi.plugins import find_class, make_config, parse_spec
+from sakiyomi.plugins import find_class, list_names, make_config, parse_spec
 from sakiyomi.text.chat import ChatTemplate
 from sakiyomi.text.tokenizer import Tokenizer
-from sakiyomi.types import Checkpoint, Drafter, DrafterContext, Model, Verifier
+from sakiyomi.types import Checkpoint, Drafter, DrafterContext, DrawMode, Model, Verifier
 
 logger = logging.getLogger("sakiyomi")
 
@@ -162,26 +163,63 @@ def _has_torch() -> bool:
 
 
 def make_drafter(
-    spec: str, target: LoadedModel, options: ModelOptions, more: Mapping[str, Any] | None = None
+    spec: str,
+    target: LoadedModel,
+    options: ModelOptions,
+    more: Mapping[str, Any] | None = None,
+    draw: DrawMode = "coupled",
 ) -> Drafter:
-    """Build a drafter from `name:key=value,...` and further options.
+    """Build a drafter from `name:key=value,...` and further options, or from several that are joined by `+`.
+
+    Args:
+        draw: how the verifier wants tokens to be found (`Verifier.draw`), where the options leave it open.
 
     Raises:
         UnknownNameError, ParameterError, VocabularyError
     """
-    name, settings = parse_spec(spec)
+    name, settings = _parse_drafter(spec)
     drafter = find_class("sakiyomi.drafters", "sakiyomi.drafters", "drafter", name)
     config = make_config(name, drafter.Config, {**settings, **(more or {})})
-    context = DrafterContext(target.model, lambda model: _load_drafting_model(model, target, options))
+    context = DrafterContext(
+        target.model,
+        lambda model: _load_drafting_model(model, target, options),
+        draw,
+        lambda parts: [make_drafter(part, target, options, draw=draw) for part in _split_drafters(parts)],
+    )
     built: Drafter = drafter(config, context)
     return built
 
 
+def _parse_drafter(spec: str) -> tuple[str, dict[str, str]]:
+    """Name and options. `a:x=1,y=2+b` is `combined:parts=a:x=1,y=2+b`; `parts` takes the rest of the text."""
+    if not spec.startswith("combined"):
+        return ("combined", {"parts": spec}) if len(_split_drafters(spec)) > 1 else parse_spec(spec)
+    head, found, parts = spec.partition("parts=")
+    name, settings = parse_spec(head)
+    return name, settings | ({"parts": parts} if found else {})
+
+
+def _split_drafters(spec: str) -> list[str]:
+    """The parts between `+` signs; only a known name makes a `+` a join, since paths may hold one."""
+    names = "|".join(map(re.escape, list_names("sakiyomi.drafters", "sakiyomi.drafters")))
+    return re.split(rf"\+(?=(?:{names})(?:[:+]|$))", spec)
+
+
 def make_verifier(spec: str) -> Verifier:
-    """Build a verifier from `name:key=value,...`."""
+    """Build a verifier from `name:key=value,...`.
+
+    Raises:
+        UnknownNameError, ParameterError: also for a lossy rule without the consent `lossy=true`.
+    """
     name, settings = parse_spec(spec)
     verifier = find_class("sakiyomi.verify", "sakiyomi.verifiers", "verifier", name)
-    built: Verifier = verifier(make_config(name, verifier.Config, settings))
+    config = make_config(name, verifier.Config, settings)
+    if verifier.is_lossless not in ("tokens", "distribution") and getattr(config, "lossy", False) is not True:
+        raise ParameterError(
+            f"the verifier {name} is lossy: the text would not be the model's own; write {name}:lossy=true to accept "
+            "that, or take match, rejection, block, tree or traversal."
+        )
+    built: Verifier = verifier(config)
     return built
 
 
@@ -207,9 +245,26 @@ def _load_drafting_model(name: str, target: LoadedModel, options: ModelOptions) 
 
 # ---------------------------------------------------------------------------------------------- vLLM's keys
 
-METHODS = {"ngram": "ngram", "draft_model": "model"}
-IGNORED_KEYS = ("draft_tensor_parallel_size", "enforce_eager", "disable_log_stats", "disable_logprobs")
-KNOWN_KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", *IGNORED_KEYS)
+METHODS = {"ngram": "ngram", "draft_model": "model", "suffix": "suffix"}
+SUFFIX_KEYS = {"suffix_decoding_min_token_prob": "min_confidence"}
+IGNORED_KEYS = (
+    "draft_tensor_parallel_size",
+    "enforce_eager",
+    "disable_log_stats",
+    "disable_logprobs",
+    "suffix_decoding_max_tree_depth",
+    "suffix_decoding_max_cached_requests",
+    "suffix_decoding_max_spec_factor",
+)
+KNOWN_KEYS = (
+    "method",
+    "model",
+    "num_speculative_tokens",
+    "prompt_lookup_max",
+    "prompt_lookup_min",
+    *SUFFIX_KEYS,
+    *IGNORED_KEYS,
+)
 
 
 def read_speculative_config(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -234,6 +289,8 @@ def read_speculative_config(config: Mapping[str, Any]) -> tuple[str, dict[str, A
         if not model:
             raise ParameterError("speculative_config: method=draft_model needs the key model, the drafting model.")
         return "model", {"model": model, **options}
+    if method == "suffix":
+        return "suffix", options | {SUFFIX_KEYS[key]: config[key] for key in SUFFIX_KEYS if config.get(key) is not None}
     longest, shortest = config.get("prompt_lookup_max"), config.get("prompt_lookup_min")
     if longest is not None or shortest is not None:
         options["max_ngram"] = longest if longest is not None else shortest

@@ -32,6 +32,7 @@ class Step:
         tokens: the ids committed now, at least one.
         num_accepted: how many of them, from the first on, were drafted.
         num_draft: drafted nodes that were checked.
+        num_lossy: how many of the accepted ones only a lossy rule accepts.
         logprobs: one entry per token where the request asked for them.
     """
 
@@ -39,6 +40,7 @@ class Step:
     num_accepted: int
     num_draft: int
     logprobs: tuple[TokenLogprobs, ...] | None
+    num_lossy: int = 0
 
 
 def step(model: Model, drafter: Drafter, verifier: Verifier, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Step]:
@@ -51,9 +53,11 @@ def step(model: Model, drafter: Drafter, verifier: Verifier, sequences: Seq[Sequ
     drafts = propose(drafter, sequences, budgets, model.info)
     spans = [_span(sequence, draft, drafter.taps) for sequence, draft in zip(sequences, drafts, strict=True)]
     outputs = model.forward(spans)
+    # All verdicts before the first commit: a row that cannot be judged leaves every sequence as it was.
+    verdicts = [verifier.verify(*judged) for judged in zip(drafts, outputs, sequences, strict=True)]
     steps = []
-    for sequence, draft, span, output in zip(sequences, drafts, spans, outputs, strict=True):
-        verdict = verifier.verify(draft, output, sequence)
+    for sequence, draft, span, output, verdict in zip(sequences, drafts, spans, outputs, verdicts, strict=True):
+        sequence.num_steps += 1
         steps.append(_commit(sequence, draft, verdict, output, model.info))
         _keep(sequence, span, verdict.path[: len(steps[-1].tokens) - 1], output, drafter)
     return steps
@@ -130,6 +134,7 @@ def _commit(sequence: Sequence, draft: Draft, verdict: Verdict, output: Output, 
         min(len(verdict.path), num_emitted),
         len(draft),
         None if num_logprobs is None else tuple(logprobs),
+        sum(index < num_emitted for index in verdict.lossy),
     )
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any, cast
 
 from rich.console import Console
@@ -34,13 +34,17 @@ from sakiyomi.text.chat import ChatTemplate
 from sakiyomi.text.detokenizer import Detokenizer
 from sakiyomi.text.stops import TextStream
 from sakiyomi.text.tokenizer import Tokenizer
-from sakiyomi.types import Drafter, ModelInfo, Sequence
+from sakiyomi.types import Drafter, ModelInfo, Sequence, Verifier
 
 logger = logging.getLogger("sakiyomi")
 
 Prompt = str | Seq[int] | Mapping[str, Any]
 """A text, token ids, or vLLM's {"prompt": ...} / {"prompt_token_ids": ...}."""
 Messages = Seq[Mapping[str, Any]]
+Prediction = str | Seq[int]
+"""What an answer is expected to be: a text as it would stand in the answer, or token ids."""
+Speculation = bool | int
+"""False drafts nothing, a number caps the tokens of a draft, True leaves it to the engine."""
 
 DEFAULT_DRAFTER = "ngram"
 
@@ -51,7 +55,9 @@ class LLM:
     Args:
         model: "smollm2", a folder in transformers' layout, a .gguf file, or a hub id.
         drafter: `name` or `name:key=value,...`, or a Drafter.
-        verifier: the acceptance rule; `match` keeps every token as plain decoding has it.
+        verifier: the acceptance rule, `name` or `name:key=value,...`. `match` keeps every token as plain decoding has
+            it; `rejection`, `block`, `tree` and `traversal` keep the distribution; `typical`, `lenient` and `relaxed`
+            keep neither and need the consent `lossy=true` among their options.
         dtype, device, backend, threads, max_model_len: see `assemble.ModelOptions`.
         seed: base of the seeds of requests that bring none; None draws each afresh.
         max_num_seqs: sequences that share a step at most.
@@ -82,8 +88,9 @@ class LLM:
             dtype=dtype, device=device, backend=backend, threads=threads, max_model_len=max_model_len
         )
         loaded = load_model(model, options)
-        built = make_drafter(name, loaded, options, more) if isinstance(name, str) else name
-        self._setup(loaded, built, verifier, seed, max_num_seqs)
+        rule = make_verifier(verifier)
+        built = make_drafter(name, loaded, options, more, rule.draw) if isinstance(name, str) else name
+        self._setup(loaded, built, rule, seed, max_num_seqs)
         self.load_seconds = time.perf_counter() - started
 
     @classmethod
@@ -98,20 +105,24 @@ class LLM:
     ) -> LLM:
         """An LLM over a model that is loaded already (shared weights, toys)."""
         llm = cls.__new__(cls)
-        built = make_drafter(drafter, loaded, ModelOptions()) if isinstance(drafter, str) else drafter
-        llm._setup(loaded, built, verifier, seed, max_num_seqs)
+        rule = make_verifier(verifier)
+        built = make_drafter(drafter, loaded, ModelOptions(), draw=rule.draw) if isinstance(drafter, str) else drafter
+        llm._setup(loaded, built, rule, seed, max_num_seqs)
         llm.load_seconds = 0.0
         return llm
 
-    def _setup(self, loaded: LoadedModel, drafter: Drafter, verifier: str, seed: int | None, max_num_seqs: int) -> None:
+    def _setup(
+        self, loaded: LoadedModel, drafter: Drafter, verifier: Verifier, seed: int | None, max_num_seqs: int
+    ) -> None:
         if max_num_seqs < 1:
             raise ParameterError(f"max_num_seqs={max_num_seqs} is not allowed; give at least 1.")
         self.loaded = loaded
         self.drafter = drafter
-        self.verifier = make_verifier(verifier)
+        self.verifier = verifier
         self._seed = seed
         self._max_num_seqs = max_num_seqs
         self._request_numbers = itertools.count()
+        self._is_prediction_reported = False
 
     @property
     def info(self) -> ModelInfo:
@@ -132,6 +143,8 @@ class LLM:
         prompts: Prompt | Seq[Prompt],
         params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
+        prediction: Prediction | Seq[Prediction | None] | None = None,
+        speculation: Speculation | Seq[Speculation] = True,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer prompts, up to `max_num_seqs` sequences in each step.
@@ -139,6 +152,9 @@ class LLM:
         Args:
             prompts: one prompt or a list of them; no chat template is applied.
             params: one for all, or one per prompt.
+            prediction: a text that the answer is expected to be close to, as in edits; one for all, or one per prompt.
+                Drafters that look texts up (`suffix`, `ngram`) draft from it; the answer stays the same.
+            speculation: False drafts nothing, a number caps the tokens of a draft; one for all, or one per prompt.
             use_tqdm: show a progress bar on a terminal.
 
         Returns:
@@ -146,16 +162,19 @@ class LLM:
             go on; a single prompt raises.
         """
         if _is_single(prompts):
-            request = self._request(cast(Prompt, prompts), _params_of(params, 0))
+            single = [cast(Prompt, prompts)]
+            wishes = _wishes_of(single, prediction, speculation)
+            request = self._request(single[0], _params_of(params, 0), *wishes[0])
             return self._run([request], use_tqdm=use_tqdm, raises=True)
         prompts = cast(Seq[Prompt], prompts)
         if not isinstance(params, SamplingParams | None) and len(params) != len(prompts):
             raise ParameterError(f"{len(params)} sampling parameters for {len(prompts)} prompts; give one or as many.")
         requests: list[_Request] = []
+        wishes = _wishes_of(prompts, prediction, speculation)
         for index, prompt in enumerate(prompts):
             own = _params_of(params, index)
             try:
-                requests.append(self._request(prompt, own))
+                requests.append(self._request(prompt, own, *wishes[index]))
             except Exception as error:
                 logger.warning("Prompt %d failed: %s", index, error)
                 requests.append(_Request(str(next(self._request_numbers)), None, [], own, 0, [], error))
@@ -166,13 +185,24 @@ class LLM:
         messages: Messages | Seq[Messages],
         params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
+        prediction: Prediction | Seq[Prediction | None] | None = None,
+        speculation: Speculation | Seq[Speculation] = True,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or a list of them, through the model's chat template."""
+        """Answer one conversation, or a list of them, through the model's chat template.
+
+        The other arguments are those of `generate`.
+        """
         is_single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Seq[Any] = [messages] if is_single else messages
         prompts: list[Prompt] = [self.render(conversation) for conversation in conversations]
-        return self.generate(prompts[0] if is_single else prompts, params, use_tqdm=use_tqdm)
+        return self.generate(
+            prompts[0] if is_single else prompts,
+            params,
+            prediction=prediction,
+            speculation=speculation,
+            use_tqdm=use_tqdm,
+        )
 
     def render(self, messages: Messages) -> list[int]:
         """Token ids of a conversation, ready for the answer.
@@ -205,12 +235,19 @@ class LLM:
 
     # ------------------------------------------------------------------------------------------ streams
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamPiece]:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        prediction: Prediction | None = None,
+        speculation: Speculation = True,
+    ) -> Iterator[StreamPiece]:
         """Answer one prompt token by token; each piece says whether its token was drafted.
 
-        Closing the iterator frees the cache.
+        Closing the iterator frees the cache. The other arguments are those of `generate`.
         """
-        request = self._request(prompt, params or SamplingParams())
+        request = self._request(prompt, params or SamplingParams(), prediction, speculation)
         if len(request.jobs) != 1:
             raise ParameterError(f"a stream has one answer, but n={len(request.jobs)}; use generate.")
         return self._stream(request)
@@ -254,14 +291,24 @@ class LLM:
     def _engine(self) -> Engine:
         return Engine(self.loaded.model, self.drafter, self.verifier, max_num_seqs=self._max_num_seqs)
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> _Request:
+    def _request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        prediction: Prediction | None = None,
+        speculation: Speculation = True,
+    ) -> _Request:
         number = next(self._request_numbers)
         text, ids = self._encode(prompt)
         self._check(ids, params)
+        predicted = None if prediction is None else self._encode_prediction(prediction)
+        if not isinstance(speculation, int) or speculation < 0:
+            raise ParameterError(f"speculation={speculation!r} is not allowed; give True, False or a number of tokens.")
         seed = self._seed_of(params, number)
         prefix = Prefix() if params.n > 1 else None
         jobs = [
-            Job(self._sequence(f"{number}-{i}", ids, params, derive_seed(seed, i)), prefix) for i in range(params.n)
+            Job(self._sequence(f"{number}-{i}", ids, params, derive_seed(seed, i), predicted, speculation), prefix)
+            for i in range(params.n)
         ]
         return _Request(str(number), text, ids, params, seed, jobs)
 
@@ -277,6 +324,20 @@ class LLM:
         if self.tokenizer is None:
             raise ParameterError(f"{self.info.name} has no tokenizer; give token ids.")
         return prompt, self.tokenizer.encode(prompt)
+
+    def _encode_prediction(self, prediction: Prediction) -> list[int]:
+        if not self.drafter.reads_prediction and not self._is_prediction_reported:
+            self._is_prediction_reported = True
+            logger.warning("The drafter in use does not read predictions; take suffix or ngram.")
+        if isinstance(prediction, str):
+            if self.tokenizer is None:
+                raise ParameterError(f"{self.info.name} has no tokenizer; give the prediction as token ids.")
+            return self.tokenizer.encode(prediction, add_special_tokens=False)
+        ids = [int(token) for token in prediction]
+        wrong = next((token for token in ids if not 0 <= token < self.info.vocab_size), None)
+        if wrong is not None:
+            raise ParameterError(f"the prediction holds id {wrong}; ids are 0 to {self.info.vocab_size - 1}.")
+        return ids
 
     def _check(self, ids: Seq[int], params: SamplingParams) -> None:
         limit, vocab_size = self.info.max_model_len, self.info.vocab_size
@@ -300,7 +361,15 @@ class LLM:
             return 0
         return fresh_seed() if self._seed is None else derive_seed(self._seed, number)
 
-    def _sequence(self, name: str, ids: Seq[int], params: SamplingParams, seed: int) -> Sequence:
+    def _sequence(
+        self,
+        name: str,
+        ids: Seq[int],
+        params: SamplingParams,
+        seed: int,
+        prediction: Seq[int] | None,
+        speculation: Speculation,
+    ) -> Sequence:
         ends = () if params.ignore_eos else self.info.end_token_ids
         return Sequence(
             id=name,
@@ -311,6 +380,8 @@ class LLM:
             cache=self.loaded.model.new_cache(),
             end_ids=frozenset((*ends, *(params.stop_token_ids or ()))),
             watcher=_AnswerText(self.tokenizer, params),
+            prediction=prediction,
+            speculation=speculation,
         )
 
     # ------------------------------------------------------------------------------------------ results
@@ -373,12 +444,20 @@ class LLM:
             drafter=type(self.drafter).__module__.rpartition(".")[2],
             verifier=type(self.verifier).__module__.rpartition(".")[2],
             is_lossless=self.verifier.is_lossless,
+            verifier_options=_options_of(self.verifier),
             num_steps=counter.num_steps,
             num_draft_tokens=counter.num_draft_tokens,
             num_accepted_tokens=counter.num_accepted_tokens,
+            num_lossy_tokens=counter.num_lossy_tokens,
             mean_acceptance_length=counter.mean_acceptance_length,
             acceptance_per_position=counter.acceptance_per_position,
         )
+
+
+def _options_of(verifier: Verifier) -> dict[str, Any]:
+    """The knobs of the rule."""
+    config = getattr(verifier, "config", None)
+    return asdict(config) if is_dataclass(config) and not isinstance(config, type) else {}
 
 
 class ChatSession:
@@ -396,14 +475,25 @@ class ChatSession:
         self.messages = [] if self._system is None else [{"role": "system", "content": self._system}]
         self._previous = None
 
-    def stream(self, text: str, params: SamplingParams | None = None) -> Iterator[StreamPiece]:
+    def stream(
+        self,
+        text: str,
+        params: SamplingParams | None = None,
+        *,
+        prediction: Prediction | None = None,
+        speculation: Speculation = True,
+    ) -> Iterator[StreamPiece]:
         """Say `text` and stream the answer.
 
-        An answer that is closed early stays in the conversation as far as it got.
+        An answer that is closed early stays in the conversation as far as it got. The other arguments are those of
+        `LLM.generate`.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         request = self._llm._request(
-            self._llm.render(messages), params or SamplingParams(temperature=0, max_tokens=None)
+            self._llm.render(messages),
+            params or SamplingParams(temperature=0, max_tokens=None),
+            prediction,
+            speculation,
         )
         if len(request.jobs) != 1:
             raise ParameterError(f"a chat has one answer, but n={len(request.jobs)}; leave n at 1.")
@@ -508,6 +598,23 @@ def _params_of(params: SamplingParams | Seq[SamplingParams] | None, index: int) 
     if params is None:
         return SamplingParams()
     return params if isinstance(params, SamplingParams) else params[index]
+
+
+def _wishes_of(
+    prompts: Seq[Prompt],
+    prediction: Prediction | Seq[Prediction | None] | None,
+    speculation: Speculation | Seq[Speculation],
+) -> list[tuple[Prediction | None, Speculation]]:
+    """Prediction and speculation of each prompt."""
+    is_shared = (
+        prediction is None or isinstance(prediction, str) or all(hasattr(one, "__index__") for one in prediction)
+    )
+    predictions: Any = [prediction] * len(prompts) if is_shared else prediction
+    speculations = [speculation] * len(prompts) if isinstance(speculation, int) else speculation
+    for name, values in (("predictions", predictions), ("values of speculation", speculations)):
+        if len(values) != len(prompts):
+            raise ParameterError(f"{len(values)} {name} for {len(prompts)} prompts; give one or as many.")
+    return list(zip(predictions, speculations, strict=True))
 
 
 LEGACY_KEYS = (

@@ -22,13 +22,17 @@ class FakeLLM:
         self.info = SimpleNamespace(name="fake")
         self.delay = delay
         self.asked: list[tuple[Any, Any]] = []
+        self.wishes: list[tuple[Any, Any]] = []
         self.closed = 0
 
     def render(self, messages: list[dict[str, str]]) -> list[int]:
         return [len(message["content"]) for message in messages]
 
-    def stream(self, prompt: str | list[int], params: Any) -> Iterator[Any]:
+    def stream(
+        self, prompt: str | list[int], params: Any, *, prediction: Any = None, speculation: Any = True
+    ) -> Iterator[Any]:
         self.asked.append((prompt, params))
+        self.wishes.append((prediction, speculation))
         if prompt == "too long" or prompt == [8]:
             raise ContextLengthError("the prompt has 9999 tokens and the context 2048;\nshorten it.")
         if prompt == "bug":
@@ -62,9 +66,12 @@ class FakeLLM:
         speculation = SimpleNamespace(
             drafter="ngram",
             verifier="match",
+            is_lossless="tokens",
+            verifier_options={},
             num_steps=5,
             num_draft_tokens=6,
             num_accepted_tokens=3,
+            num_lossy_tokens=0,
             mean_acceptance_length=1.6,
             acceptance_per_position=[0.4, 0.2],
         )
@@ -89,9 +96,9 @@ class FakeSession:
     def reset(self) -> None:
         self.turns = []
 
-    def stream(self, text: str, params: Any) -> Iterator[Any]:
+    def stream(self, text: str, params: Any, **wishes: Any) -> Iterator[Any]:
         self.turns.append(text)
-        return self.llm.stream([len(turn) for turn in self.turns], params)
+        return self.llm.stream([len(turn) for turn in self.turns], params, **wishes)
 
 
 def load_fake(options: Any, llm: FakeLLM) -> FakeLLM:

@@ -68,6 +68,14 @@ def test_prompt_from_a_file(run, llm, tmp_path: Path) -> None:
     assert llm.asked[0][0] == "from a file"
 
 
+def test_a_prediction_and_the_switch_of_speculation_arrive(run, llm, tmp_path: Path) -> None:
+    (tmp_path / "expected.txt").write_text("The sky is blue.\n", newline="")
+    assert run("generate", "hi", "--prediction", str(tmp_path / "expected.txt")).code == 0
+    for text in ("on", "off", "0", "5"):
+        assert run("generate", "hi", "--speculation", text).code == 0
+    assert llm.wishes == [("The sky is blue.\n", True), (None, True), (None, False), (None, 0), (None, 5)]
+
+
 def test_system_message(run, llm) -> None:
     run("generate", "hello", "--system", "Be brief.")
     assert llm.asked[0][0] == [9, 5]
@@ -96,9 +104,12 @@ def test_json_is_one_object_with_the_frozen_keys(run, llm) -> None:
         "speculation": {
             "drafter": "ngram",
             "verifier": "match",
+            "is_lossless": "tokens",
+            "verifier_options": {},
             "num_steps": 5,
             "num_draft_tokens": 6,
             "num_accepted_tokens": 3,
+            "num_lossy_tokens": 0,
             "mean_acceptance_length": 1.6,
             "acceptance_per_position": [0.4, 0.2],
         },
@@ -121,6 +132,9 @@ def test_json_is_one_object_with_the_frozen_keys(run, llm) -> None:
         (["generate", "hi", "-d", "nonsense"], 1, "known: model, ngram, none"),
         (["generate", "hi", "--device", "tpu"], 1, "give cpu or cuda"),
         (["generate", "-f", "/no/such/file"], 1, "cannot read the prompt from /no/such/file"),
+        (["generate", "hi", "--prediction", "/no/such/file"], 1, "cannot read the prediction from /no/such/file"),
+        (["generate", "hi", "--speculation", "-1"], 2, "give on, off or a number"),
+        (["generate", "hi", "--speculation", "maybe"], 2, "give on, off or a number"),
         (["generate", "bug", "--raw"], 1, "RuntimeError: a wire came loose (--debug shows where)"),
         (["generate", "hi", "-f", "x"], 2, "not both"),
         (["generate", "hi", "--raw", "--system", "x"], 2, "drop one"),

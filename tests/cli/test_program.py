@@ -24,6 +24,10 @@ def run_program(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60, **options)
 
 
+def without_colour_wishes() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+
+
 REAL = ("-c", "from sakiyomi.cli import main; main()")
 
 
@@ -85,7 +89,7 @@ def test_errors_of_the_real_program(arguments: tuple[str, ...], code: int, told:
 
 
 def test_a_pipe_gets_plain_text() -> None:
-    shown = run_program(FAKE_PROGRAM, "generate", "-", input="hi", env=os.environ | {"FORCE_COLOR": ""})
+    shown = run_program(FAKE_PROGRAM, "generate", "-", input="hi", env=without_colour_wishes())
     assert shown.stdout == TEXT + "\n"
 
 
@@ -147,13 +151,12 @@ class Terminal:
 @contextmanager
 def open_terminal(*arguments: str, **environment: str) -> Iterator[Terminal]:
     master, slave = pty.openpty()
-    clean = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
     process = subprocess.Popen(
         [sys.executable, FAKE_PROGRAM, *arguments],
         stdin=slave,
         stdout=slave,
         stderr=slave,
-        env=clean | {"TERM": "xterm-256color"} | environment,
+        env=without_colour_wishes() | {"TERM": "xterm-256color"} | environment,
         start_new_session=True,
         preexec_fn=_take_terminal,
     )
@@ -203,7 +206,7 @@ def test_a_signal_ends_json_with_nothing_on_stdout() -> None:
     time.sleep(1.5)
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=30)
-    assert (process.returncode, stdout, stderr) == (130, b"", b"")
+    assert (process.returncode, stdout, stderr.strip()) == (130, b"", b"")  # older click ends the line
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat() -> None:

@@ -6,7 +6,16 @@ import sys
 from typing import TYPE_CHECKING
 
 from sakiyomi.cli import loading
-from sakiyomi.cli.options import Debug, EngineOptions, MaxTokens, SamplingOptions, System, expand_options
+from sakiyomi.cli.options import (
+    Debug,
+    EngineOptions,
+    MaxTokens,
+    SamplingOptions,
+    Speculation,
+    System,
+    expand_options,
+    parse_speculation,
+)
 from sakiyomi.cli.show import print_error, print_note, print_stream, print_summary
 from sakiyomi.errors import ParameterError, SakiyomiError
 
@@ -23,6 +32,7 @@ def chat(
     sampling: SamplingOptions,
     max_tokens: MaxTokens = None,
     system: System = None,
+    speculation: Speculation = "on",
     debug: Debug = False,
 ) -> None:
     """Talk with the model; each turn computes only what is new.
@@ -30,6 +40,7 @@ def chat(
     /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer.
     """
     params = sampling.to_params(max_tokens=max_tokens)
+    wish = parse_speculation(speculation)
     llm = loading.load_llm(engine)
     if llm.chat_template is None:
         raise ParameterError(f"{llm.info.name} has no chat template; use `sakiyomi generate --raw` with it.")
@@ -37,13 +48,13 @@ def chat(
     if sys.stdin.isatty():
         print_note(HELP)
     try:
-        while _take_turn(session, params):
+        while _take_turn(session, params, wish):
             pass
     except UnicodeDecodeError as error:
         raise ParameterError("standard input is not valid UTF-8; give a text in UTF-8.") from error
 
 
-def _take_turn(session: ChatSession, params: SamplingParams) -> bool:
+def _take_turn(session: ChatSession, params: SamplingParams, speculation: bool | int) -> bool:
     """Read what the user says and act on it; False once the conversation is over."""
     said = HELP
     try:
@@ -56,7 +67,7 @@ def _take_turn(session: ChatSession, params: SamplingParams) -> bool:
             print_note(HELP)
         elif line:
             said = "stopped"
-            _answer(session, line, params)
+            _answer(session, line, params, speculation)
     except KeyboardInterrupt:
         print(flush=True)
         print_note(said)
@@ -73,8 +84,8 @@ def _read_line() -> str | None:
         return None
 
 
-def _answer(session: ChatSession, line: str, params: SamplingParams) -> None:
-    stream = session.stream(line, params)
+def _answer(session: ChatSession, line: str, params: SamplingParams, speculation: bool | int) -> None:
+    stream = session.stream(line, params, speculation=speculation)
     try:
         output = print_stream(stream)
     finally:

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sakiyomi.cli import loading
-from sakiyomi.cli.options import Debug, EngineOptions, MaxTokens, Misuse, SamplingOptions, System, expand_options
+from sakiyomi.cli.options import (
+    Debug,
+    EngineOptions,
+    MaxTokens,
+    Misuse,
+    SamplingOptions,
+    Speculation,
+    System,
+    expand_options,
+    parse_speculation,
+)
 from sakiyomi.cli.show import print_stream, print_summary
 from sakiyomi.errors import ContextLengthError, ParameterError
 
@@ -28,6 +38,10 @@ def generate(
     file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from this file.")] = None,
     max_tokens: MaxTokens = None,
     system: System = None,
+    prediction: Annotated[
+        Path | None, typer.Option("--prediction", help="A file with what the answer is expected to be close to.")
+    ] = None,
+    speculation: Speculation = "on",
     raw: Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, without a chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     debug: Debug = False,
@@ -39,9 +53,10 @@ def generate(
     if raw and system is not None:
         raise Misuse("--system needs the chat template that --raw leaves out; drop one of them.")
     params = sampling.to_params(max_tokens=max_tokens)
+    wishes: dict[str, Any] = {"speculation": parse_speculation(speculation), "prediction": _read_prediction(prediction)}
     text = _read_prompt(prompt, file)
     llm = loading.load_llm(engine)
-    stream = llm.stream(text if raw else loading.render_prompt(llm, text, system), params)
+    stream = llm.stream(text if raw else loading.render_prompt(llm, text, system), params, **wishes)
     if as_json:
         output = next(piece.output for piece in stream if piece.output is not None)
         print(json.dumps(to_json(output), ensure_ascii=False))
@@ -67,9 +82,12 @@ def to_json(output: RequestOutput) -> dict[str, Any]:
         "speculation": {
             "drafter": stats.drafter,
             "verifier": stats.verifier,
+            "is_lossless": stats.is_lossless,
+            "verifier_options": stats.verifier_options,
             "num_steps": stats.num_steps,
             "num_draft_tokens": stats.num_draft_tokens,
             "num_accepted_tokens": stats.num_accepted_tokens,
+            "num_lossy_tokens": stats.num_lossy_tokens,
             "mean_acceptance_length": stats.mean_acceptance_length,
             "acceptance_per_position": list(stats.acceptance_per_position),
         },
@@ -94,19 +112,23 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
             raise ParameterError("the prompt is not valid UTF-8; mend it, or check the terminal's encoding.")
     else:
         # Like $(...) in a shell, one line's end at the end is not part of the prompt.
-        text = _read_text(file).removesuffix("\n").removesuffix("\r")
+        text = _read_text("prompt", file).removesuffix("\n").removesuffix("\r")
     if not text.strip():
         raise ContextLengthError("the prompt is empty; give a text of at least one character.")
     return text
 
 
-def _read_text(file: Path | None) -> str:
+def _read_prediction(file: Path | None) -> str | None:
+    return None if file is None else _read_text("prediction", file)
+
+
+def _read_text(what: str, file: Path | None) -> str:
     name = "standard input" if file is None else str(file)
     try:
         data = sys.stdin.buffer.read() if file is None else file.read_bytes()
         return data.decode("utf-8")
     except OSError as error:
-        raise ParameterError(f"cannot read the prompt from {name} ({error.strerror}); check the path.") from error
+        raise ParameterError(f"cannot read the {what} from {name} ({error.strerror}); check the path.") from error
     except UnicodeDecodeError as error:
         raise ParameterError(f"{name} is not valid UTF-8 (byte {error.start}); give a text in UTF-8.") from error
 
