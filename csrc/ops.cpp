@@ -90,6 +90,7 @@ void linear(Matrix x, const PackedWeight& weight, std::optional<Vector> bias, Ou
     const LinearJob job = linear_job(weight, inputs, stride, num_rows, bias ? bias->data() : nullptr, nullptr,
                                      out.data(), weight.num_outputs);
     lease.run([&](Team& team, int rank) {
+        mark(Phase::kHead);  // the only matrix of a decoder that stands outside its stack
         if (weight.is_quantized) {
             const Range mine = split(num_rows, rank, team.size());
             for (std::int64_t row = mine.begin; row < mine.end; ++row)

@@ -19,6 +19,8 @@
 #define SAKIYOMI_HAS_FORK 1
 #endif
 
+#include "profile.hpp"
+
 namespace sakiyomi {
 
 inline constexpr int kMaxThreads = 256;
@@ -78,6 +80,7 @@ class Team {
         // Read before arriving: once the last thread has arrived, the next run may change the size.
         const int size = size_;
         if (size == 1) return;
+        const Phase before = mark(Phase::kWait);
         const std::uint32_t phase = gate_.value();
         if (num_arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
             num_arrived_.store(0, std::memory_order_relaxed);
@@ -85,6 +88,7 @@ class Team {
         } else {
             gate_.wait_past(phase, kBarrierSpins);
         }
+        mark(before);
     }
 
    private:
@@ -156,6 +160,7 @@ class Pool {
         std::fenv_t environment;
         std::fegetenv(&environment);
         std::fesetenv(FE_DFL_ENV);
+        const ProfiledRank profiled(0);
         call_(target_, team_, 0);
         team_.barrier();
         std::fesetenv(&environment);
@@ -180,6 +185,7 @@ class Pool {
         for (std::uint32_t seen = 0;;) {
             worker.start.wait_past(seen, kIdleSpins);
             ++seen;
+            const ProfiledRank profiled(rank);
             call_(target_, team_, rank);
             team_.barrier();
         }

@@ -89,18 +89,29 @@ class Pass {
 
     void run_layer(const Layer& layer, std::int64_t cache_layer, KeyRows* views, Team& team, int rank) const {
         for (std::size_t s = 0; s < caches.size(); ++s) views[s] = caches.at(s, cache_layer);
-        linear(*layer.qkv, norm(layer.input_norm, *layer.qkv, team, rank), layer.qkv_bias, nullptr, space.qkv, team, rank);
+        mark(Phase::kNorm);
+        const Rows normed = norm(layer.input_norm, *layer.qkv, team, rank);
+        mark(Phase::kQkv);
+        linear(*layer.qkv, normed, layer.qkv_bias, nullptr, space.qkv, team, rank);
         team.barrier();
+        mark(Phase::kRotate);
         rotate_and_store(layer, views, team, rank);
         team.barrier();
+        mark(Phase::kAttention);
         const Rows attended = attend(layer, views, team, rank);
         team.barrier();
+        mark(Phase::kOutput);
         linear(*layer.output, attended, layer.output_bias, x, x, team, rank);
         team.barrier();
-        const Rows inner = gate(layer, norm(layer.post_norm, *layer.gate_up, team, rank), team, rank);
+        mark(Phase::kNorm);
+        const Rows post_normed = norm(layer.post_norm, *layer.gate_up, team, rank);
+        mark(Phase::kGateUp);
+        const Rows inner = gate(layer, post_normed, team, rank);
         team.barrier();
+        mark(Phase::kDown);
         linear(*layer.down, inner, nullptr, x, x, team, rank);
         team.barrier();
+        mark(Phase::kOther);
     }
 
     Range my_rows(const Team& team, int rank) const { return split(num_rows, rank, team.size()); }
