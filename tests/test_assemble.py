@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -186,3 +189,37 @@ def test_combined_has_options_of_its_own(tmp_path: Path, write_llama: WriteLlama
         LLM(str(target), drafter="combined:parts=sufix+ngram")
     with pytest.raises(ParameterError, match="no option 'widht'"):
         LLM(str(target), drafter="suffix:widht=1+ngram")
+
+
+FORK_WHILE_BUSY = """
+import os, sys, threading
+from sakiyomi import LLM, SamplingParams
+llm = LLM(sys.argv[1], drafter="ngram")
+params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+expected = llm.generate("Hello", params)[0].outputs[0].token_ids
+thread = threading.Thread(target=lambda: [llm.generate("Busy", params) for _ in range(30)])
+thread.start()
+for _ in range(8):
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if llm.generate("Hello", params)[0].outputs[0].token_ids == expected else 3)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+thread.join()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_child_forked_while_another_thread_generates(tmp_path: Path, write_llama: WriteLlama) -> None:
+    target = write_llama(tmp_path / "target")
+    command = [sys.executable, "-W", "ignore", "-c", FORK_WHILE_BUSY, str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_tokenizer_that_knows_more_ids_than_the_model(tmp_path: Path, write_llama: WriteLlama) -> None:
+    target = write_llama(tmp_path / "target", vocab_size=250)
+    llm = LLM(str(target), drafter="none")
+    assert llm.info.vocab_size == 250
+    assert llm.generate("Hello", PARAMS)[0].outputs[0].finish_reason == "length"
+    with pytest.raises(ParameterError, match="holds id 256; ids are 0 to 249"):
+        llm.generate("Hello<end>", PARAMS)

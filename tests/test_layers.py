@@ -19,7 +19,7 @@ LAYERS = (
     ("decode",),
     ("drafters",),
     ("engine",),
-    ("assemble", "llm", "hf"),
+    ("assemble", "requests", "session", "llm", "hf"),
     ("measure",),
     ("train", "bench", "prove", "doctor", "serve"),
     ("cli",),

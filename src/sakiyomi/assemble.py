@@ -6,14 +6,14 @@ import functools
 import importlib.util
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from sakiyomi import hub
 from sakiyomi.errors import CheckpointError, MissingExtraError, ParameterError, VocabularyError
-from sakiyomi.plugins import find_class, list_names, make_config, parse_spec
+from sakiyomi.plugins import find_class, list_names, make_config, parse_spec, suggest
 from sakiyomi.text.chat import ChatTemplate
 from sakiyomi.text.tokenizer import Tokenizer
 from sakiyomi.types import Checkpoint, Drafter, DrafterContext, DrawMode, Model, Verifier
@@ -296,3 +296,49 @@ def read_speculative_config(config: Mapping[str, Any]) -> tuple[str, dict[str, A
         options["max_ngram"] = longest if longest is not None else shortest
         options["min_ngram"] = shortest if shortest is not None else longest
     return "ngram", options
+
+
+DEFAULT_DRAFTER = "ngram"
+LEGACY_KEYS = (
+    "speculative_model",
+    "num_speculative_tokens",
+    "ngram_prompt_lookup_max",
+    "ngram_prompt_lookup_min",
+    "use_v2_block_manager",
+)
+
+
+def choose_drafter(
+    drafter: str | Drafter | None,
+    config: Mapping[str, Any] | None,
+    legacy: Mapping[str, Any],
+    other_options: Sequence[str] = (),
+) -> tuple[str | Drafter, dict[str, Any]]:
+    """The drafter's name and options from `drafter`, `speculative_config` or vLLM's older keywords.
+
+    Args:
+        other_options: the caller's other options, for the message about an unknown one.
+
+    Raises:
+        ParameterError: for an unknown key, or a drafter that is named in two ways.
+    """
+    for key in legacy:
+        if key not in LEGACY_KEYS:
+            known = [*other_options, *LEGACY_KEYS]
+            raise ParameterError(f"there is no option {key!r}{suggest(key, known)}; known are {', '.join(known)}.")
+    if "use_v2_block_manager" in legacy:
+        logger.warning("use_v2_block_manager has no effect here and is ignored.")
+    older = {
+        "model": legacy.get("speculative_model"),
+        "num_speculative_tokens": legacy.get("num_speculative_tokens"),
+        "prompt_lookup_max": legacy.get("ngram_prompt_lookup_max"),
+        "prompt_lookup_min": legacy.get("ngram_prompt_lookup_min"),
+    }
+    older = {key: value for key, value in older.items() if value is not None}
+    if set(older) == {"num_speculative_tokens"} and not config:
+        return (DEFAULT_DRAFTER if drafter is None else drafter), older
+    if len([way for way in (drafter, config, older) if way]) > 1:
+        raise ParameterError("the drafter is named twice; give one of drafter, speculative_config, speculative_model.")
+    if config or older:
+        return read_speculative_config(config or older)
+    return (DEFAULT_DRAFTER if drafter is None else drafter), {}

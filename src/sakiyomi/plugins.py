@@ -33,7 +33,7 @@ def find_class(package: str, group: str, kind: str, name: str) -> Any:
     """
     known = list_names(package, group)
     if name not in known:
-        raise UnknownNameError(f"unknown {kind} {name!r}{_suggest(name, known)}; known are {', '.join(known)}.")
+        raise UnknownNameError(f"unknown {kind} {name!r}{suggest(name, known)}; known are {', '.join(known)}.")
     for entry in entry_points(group=group):
         if entry.name == name:
             return entry.load()
@@ -75,7 +75,7 @@ def make_config(owner: str, config: type, options: Mapping[str, Any]) -> Any:
     for key in options:
         if key not in fields:
             known = ", ".join(fields) or "none"
-            raise ParameterError(f"{owner} has no option {key!r}{_suggest(key, list(fields))}; its options: {known}.")
+            raise ParameterError(f"{owner} has no option {key!r}{suggest(key, list(fields))}; its options: {known}.")
     for key, field in fields.items():
         has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
         if not has_default and key not in options:
@@ -114,6 +114,7 @@ def _is_a(value: Any, hint: type) -> bool:
     return isinstance(value, (int, float) if hint is float else hint)
 
 
-def _suggest(name: str, known: list[str]) -> str:
+def suggest(name: str, known: list[str]) -> str:
+    """A hint at the known name that is closest, or nothing."""
     close = difflib.get_close_matches(name, known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

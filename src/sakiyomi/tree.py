@@ -163,7 +163,7 @@ class Draft:
             _rows(self.probs, kept),
             _rows(self.probs_ids, kept),
             None if self.draws is None else tuple(index[node] for node in draws),
-            confidences=None if self.confidences is None else tuple(self.confidences[node] for node in kept),
+            None if self.confidences is None else tuple(self.confidences[node] for node in kept),
         )
 
     def check(self, vocab_size: int) -> None:
@@ -177,10 +177,10 @@ class Draft:
                 raise ParameterError(f"draft node {node} has parent {parent}; a parent comes before its children.")
         if len(self._children) != len(self.tokens):
             raise ParameterError("a draft has two siblings with the same token; siblings must differ.")
-        if self.drawn in SAMPLED:
-            self._check_laws(vocab_size)
         if self.confidences is not None and len(self.confidences) != len(self.tokens):
             raise ParameterError(f"a draft has {len(self.tokens)} tokens but {len(self.confidences)} confidences.")
+        if self.drawn in SAMPLED:
+            self._check_laws(vocab_size)
 
     def _check_laws(self, vocab_size: int) -> None:
         if self.draws is not None and set(self.draws) != set(range(len(self))):
@@ -287,7 +287,7 @@ def merge_drafts(drafts: Sequence[Draft], max_nodes: int) -> Draft:
     A node that several drafts hold counts once, with the largest of their confidences. Sampled drafts cannot be merged:
     a rule that keeps the distribution must learn of every draw.
     """
-    assert all(draft.drawn in ("fixed", "coupled") for draft in drafts), "sampled drafts cannot be merged"
+    assert all(draft.drawn not in SAMPLED for draft in drafts), "sampled drafts cannot be merged"
     tree = _MergedTree()
     for draft in drafts:
         tree.add(draft)

@@ -92,9 +92,11 @@ def test_trees_are_merged_under_one_budget() -> None:
     assert drafter.propose([sequence_of([1], "a")], [1])[0].tokens == (1,)
 
 
-def test_a_sampled_draft_is_not_merged() -> None:
+@pytest.mark.parametrize("mode", ["first", "merge"])
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_sampled_draft_is_taken_whatever_it_drew(mode: str, order: int) -> None:
     sampled = Draft((3,), (-1,), "independent", probs=[np.eye(VOCAB)[3]])
-    drafter = combine([Scripted({"a": confident([1], 0.2)}), Scripted({"a": sampled})], mode="merge")
+    drafter = combine([Scripted({"a": confident([1], 0.9)}), Scripted({"a": sampled})][::order], mode=mode)
     assert drafter.propose([sequence_of([1], "a")], [8])[0] is sampled
 
 

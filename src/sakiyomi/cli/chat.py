@@ -20,8 +20,8 @@ from sakiyomi.cli.show import print_error, print_note, print_stream, print_summa
 from sakiyomi.errors import ParameterError, SakiyomiError
 
 if TYPE_CHECKING:
-    from sakiyomi.llm import ChatSession
     from sakiyomi.params import SamplingParams
+    from sakiyomi.session import ChatSession
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
 

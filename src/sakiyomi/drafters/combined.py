@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sakiyomi.errors import ParameterError
-from sakiyomi.tree import Draft, expected_length, merge_drafts
+from sakiyomi.tree import SAMPLED, Draft, expected_length, merge_drafts
 from sakiyomi.types import Array, Drafter, DrafterContext, Sequence
 
 
@@ -68,11 +68,14 @@ class CombinedDrafter(Drafter):
         for index in range(len(self.parts)):
             answers = self._ask(index, [sequences[i] for i in open_ones], [budgets[i] for i in open_ones])
             for i, draft in zip(open_ones, answers, strict=True):
-                drafts[i] = max(drafts[i], draft, key=expected_length)
-            open_ones = [i for i in open_ones if expected_length(drafts[i]) < self.config.min_expected]
+                drafts[i] = _choose([drafts[i], draft])
+            open_ones = [i for i in open_ones if not self._is_enough(drafts[i])]
             if not open_ones:
                 break
         return drafts
+
+    def _is_enough(self, draft: Draft) -> bool:
+        return draft.drawn in SAMPLED or expected_length(draft) >= self.config.min_expected
 
     def _ask(self, index: int, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         with self._lend_memos(index, sequences):
@@ -126,7 +129,12 @@ class _Memos:
     parts: list[Any]
 
 
+def _choose(drafts: Seq[Draft]) -> Draft:
+    # Whether a sampled draft is checked must not depend on what was drawn, so it is never weighed.
+    return next((d for d in drafts if d.drawn in SAMPLED), None) or max(drafts, key=expected_length)
+
+
 def _merge(drafts: Seq[Draft], max_nodes: int) -> Draft:
-    if any(draft.drawn not in ("fixed", "coupled") for draft in drafts):
-        return max(drafts, key=expected_length)  # a sampled draft stays as it was drawn
+    if any(draft.drawn in SAMPLED for draft in drafts):
+        return _choose(drafts)
     return merge_drafts(drafts, max_nodes)

@@ -48,8 +48,8 @@ class SuffixDrafter(Drafter):
         num_speculative_tokens: int = 16
         width: int = 3
         min_match: int = 1
-        min_confidence: float = 0.1
-        doubt: float = 2.3
+        min_confidence: float = 0.08
+        doubt: float = 3.0
         store_mb: float = 0.0
         store_file: str | None = None
 
