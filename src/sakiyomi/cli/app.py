@@ -11,11 +11,11 @@ from typing import Annotated, Any
 
 import typer
 
-from sakiyomi.cli import chat, demo, generate, pull
+from sakiyomi.cli import INTERRUPTED, chat, demo, generate, pull
 from sakiyomi.cli.show import join_lines, print_error
 from sakiyomi.errors import SakiyomiError
 
-FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+FAILED, MISUSED = 1, 2
 
 # What typer raises on a wrong command line. Its base class has no public name, and lies in click or in typer itself
 # depending on the version of typer; ClickException > UsageError > BadParameter holds in both.
@@ -42,9 +42,7 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except UsageError as error:
-        context = getattr(error, "ctx", None)
-        where = context.command_path if context is not None else "sakiyomi"
-        return _fail(error, debug, MISUSED, f"{join_lines(error.format_message()).rstrip('.')}. Try `{where} --help`.")
+        return _fail(error, debug, MISUSED, _describe_misuse(error))
     except SakiyomiError as error:
         return _fail(error, debug, FAILED, str(error))
     except (KeyboardInterrupt, typer.Abort):
@@ -74,6 +72,22 @@ def _version() -> str:
         return version("sakiyomi")
     except PackageNotFoundError:
         return "(run from its sources, not installed)"
+
+
+def _describe_misuse(error: Any) -> str:
+    """typer's complaint, the names it knows where one was wrong, and where to read on."""
+    told = join_lines(error.format_message()).rstrip(".")
+    context = getattr(error, "ctx", None)
+    if context is None:
+        return f"{told}. Try `sakiyomi --help`."
+    known = ""
+    if hasattr(error, "option_name"):
+        options = [max(option.opts, key=len) for option in context.command.get_params(context) if option.opts]
+        known = f" Known options: {', '.join(name for name in options if name.startswith('-'))}."
+    elif hasattr(context.command, "list_commands"):
+        known = f" Known commands: {', '.join(context.command.list_commands(context))}."
+    mark = "" if told.endswith("?") else "."
+    return f"{told}{mark}{known} Try `{context.command_path} --help`."
 
 
 def _fail(error: BaseException, debug: bool, code: int, line: str) -> int:
