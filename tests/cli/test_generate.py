@@ -207,6 +207,18 @@ def test_drafters_and_verifiers_are_checked_before_anything_is_fetched(
     assert set(known) <= set(re.findall(r"\w+", result.stderr)), result.stderr
 
 
+@pytest.mark.parametrize("name", ["", " "])
+def test_an_empty_model_is_not_the_current_folder(
+    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    for command in (("generate", "hi", "--model", name), ("pull", name)):
+        result = run(*command)
+        assert (result.code, result.stdout, result.stderr.count("\n")) == (1, "", 1)
+        assert "names no model; give smollm2" in result.stderr
+
+
 def test_bytes_that_are_no_text(run, llm) -> None:
     result = run("generate", stdin=b"caf\xe9")
     assert (result.code, result.stdout) == (1, "")
