@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from sakiyomi import hub
-from sakiyomi.errors import CheckpointError, MissingExtraError, ParameterError, VocabularyError
+from sakiyomi.errors import CheckpointError, MissingExtraError, ParameterError, VocabularyError, advise_extra
 from sakiyomi.plugins import find_class, list_names, make_config, parse_spec, suggest
 from sakiyomi.text.chat import ChatTemplate
 from sakiyomi.text.tokenizer import Tokenizer
@@ -55,22 +57,39 @@ class LoadedModel:
     path: Path
 
 
-def load_model(name: str, options: ModelOptions, *, vocab_size: int | None = None) -> LoadedModel:
+def load_model(name: str | os.PathLike[str], options: ModelOptions, *, vocab_size: int | None = None) -> LoadedModel:
     """Find, read and prepare a model.
 
     Args:
         name: "smollm2", a folder in transformers' layout, a .gguf file, or a hub id.
         vocab_size: cut the vocabulary to this many ids (a drafter's padding beyond its target's).
+
+    Raises:
+        CheckpointError: with the path, and for a model that `sakiyomi pull` fetched with the advice to do so again.
     """
     path = hub.resolve(name)
-    checkpoint = read_checkpoint(path)
-    tokenizer = template = None
-    if checkpoint.tokenizer is not None:
-        tokenizer = Tokenizer.load(checkpoint.tokenizer)
-        template = None if checkpoint.tokenizer.chat_template is None else ChatTemplate(checkpoint.tokenizer)
-        vocab_size = min(tokenizer.vocab_size, vocab_size or tokenizer.vocab_size)
-    model = _build_model(checkpoint, options, vocab_size)
+    with _naming_the_model(path):
+        checkpoint = read_checkpoint(path)
+        tokenizer = template = None
+        if checkpoint.tokenizer is not None:
+            tokenizer = Tokenizer.load(checkpoint.tokenizer)
+            template = None if checkpoint.tokenizer.chat_template is None else ChatTemplate(checkpoint.tokenizer)
+            vocab_size = min(tokenizer.vocab_size, vocab_size or tokenizer.vocab_size)
+        model = _build_model(checkpoint, options, vocab_size)
     return LoadedModel(model=model, tokenizer=tokenizer, chat_template=template, path=path)
+
+
+@contextmanager
+def _naming_the_model(path: Path) -> Iterator[None]:
+    """Let every CheckpointError say which model it is about, and how to mend one that was pulled."""
+    try:
+        yield
+    except CheckpointError as error:
+        told = str(error) if str(path) in str(error) else f"{path}: {error}"
+        known = hub.find_known_name(path)
+        if known is not None:
+            told += f" To check and mend it run `sakiyomi pull {known}`."
+        raise CheckpointError(told) from error
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -133,7 +152,7 @@ def choose_backend(options: ModelOptions) -> Literal["native", "torch"]:
         )
     if not is_native_possible or backend == "torch":
         if not _has_torch():
-            raise MissingExtraError('this needs torch, which is not installed; run pip install "sakiyomi[torch]".')
+            raise MissingExtraError(f"this needs torch, which is not installed; run {advise_extra('torch')}.")
         return "torch"
     if _has_native():
         return "native"
@@ -142,7 +161,7 @@ def choose_backend(options: ModelOptions) -> Literal["native", "torch"]:
         return "torch"
     raise MissingExtraError(
         "the native kernels were not built, since no C++17 compiler worked at installation; install one (such as g++) "
-        'and reinstall sakiyomi with pip --force-reinstall --no-cache-dir, or run pip install "sakiyomi[torch]".'
+        f"and reinstall sakiyomi with pip --force-reinstall --no-cache-dir, or run {advise_extra('torch')}."
     )
 
 
@@ -162,6 +181,21 @@ def _has_torch() -> bool:
 # ---------------------------------------------------------------------------------------------- drafters, verifiers
 
 
+def check_drafter(spec: str, more: Mapping[str, Any] | None = None) -> None:
+    """Check name and options of a drafter, of all its parts too, before any model is loaded.
+
+    Args:
+        spec, more: as in `make_drafter`.
+
+    Raises:
+        UnknownNameError, ParameterError
+    """
+    drafter, config = _read_drafter(spec, more)
+    if drafter.__module__ == "sakiyomi.drafters.combined":
+        for part in _split_drafters(config.parts):
+            check_drafter(part)
+
+
 def make_drafter(
     spec: str,
     target: LoadedModel,
@@ -177,9 +211,7 @@ def make_drafter(
     Raises:
         UnknownNameError, ParameterError, VocabularyError
     """
-    name, settings = _parse_drafter(spec)
-    drafter = find_class("sakiyomi.drafters", "sakiyomi.drafters", "drafter", name)
-    config = make_config(name, drafter.Config, {**settings, **(more or {})})
+    drafter, config = _read_drafter(spec, more)
     context = DrafterContext(
         target.model,
         lambda model: _load_drafting_model(model, target, options),
@@ -188,6 +220,13 @@ def make_drafter(
     )
     built: Drafter = drafter(config, context)
     return built
+
+
+def _read_drafter(spec: str, more: Mapping[str, Any] | None) -> tuple[Any, Any]:
+    """Class and Config of a drafter."""
+    name, settings = _parse_drafter(spec)
+    drafter = find_class("sakiyomi.drafters", "sakiyomi.drafters", "drafter", name)
+    return drafter, make_config(name, drafter.Config, {**settings, **(more or {})})
 
 
 def _parse_drafter(spec: str) -> tuple[str, dict[str, str]]:

@@ -12,11 +12,15 @@ import importlib
 import pkgutil
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from sakiyomi.errors import ParameterError, UnknownNameError
+
+MAX_DRAFT_TOKENS = 1024
+"""Nodes of a draft that a built-in drafter may be asked for: far beyond what ever pays, near enough to stay quick."""
 
 
 def list_names(package: str, group: str) -> list[str]:
@@ -83,13 +87,21 @@ def make_config(owner: str, config: type, options: Mapping[str, Any]) -> Any:
     return config(**{key: _convert(f"{owner}: {key}", hints[key], value) for key, value in options.items()})
 
 
+def check_bounds(name: str, value: int, lowest: int, highest: int) -> None:
+    """Refuse an option of a Config outside its range.
+
+    Raises:
+        ParameterError: naming the option, its value and what is allowed.
+    """
+    if not lowest <= value <= highest:
+        raise ParameterError(f"{name}={value} is not allowed; give {lowest} to {highest}.")
+
+
 def _convert(what: str, hint: Any, value: Any) -> Any:
     """`value` as the type `hint`; texts are read, everything else is checked."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
-        if value is None or value == "none":
-            return None
-        return _convert(what, next(arg for arg in get_args(hint) if arg is not type(None)), value)
+        return _convert_union(what, get_args(hint), value)
     if origin is Literal:
         if value not in get_args(hint):
             raise ParameterError(f"{what}={value!r} is not allowed; give one of {', '.join(map(str, get_args(hint)))}.")
@@ -105,7 +117,29 @@ def _convert(what: str, hint: Any, value: Any) -> Any:
             raise ParameterError(f"{what}={value!r} is not allowed; give a number.") from None
     if hint in (int, float, str, bool) and not _is_a(value, hint):
         raise ParameterError(f"{what}={value!r} is not allowed; give a value of type {hint.__name__}.")
+    if hint is Path and isinstance(value, str):
+        return Path(value)
+    if isinstance(value, str) and hint not in (str, Any, object):
+        raise ParameterError(f"{what}={value!r} is not allowed: no text can express it; give it from Python.")
+    if (hint is Callable or origin is Callable) and not callable(value):
+        raise ParameterError(f"{what}={value!r} is not allowed; give a function.")
     return value
+
+
+def _convert_union(what: str, hints: tuple[Any, ...], value: Any) -> Any:
+    """`value` as the first of several types that takes it; "none" is None where that is one of them."""
+    if type(None) in hints and (value is None or value == "none"):
+        return None
+    refusal = None
+    for hint in hints:
+        if hint is type(None):
+            continue
+        try:
+            return _convert(what, hint, value)
+        except ParameterError as error:
+            refusal = refusal or error
+    assert refusal is not None, "a union has members"
+    raise refusal
 
 
 def _is_a(value: Any, hint: type) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import typer
 
 from sakiyomi.cli import loading
 from sakiyomi.cli.options import (
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from sakiyomi.params import SamplingParams
     from sakiyomi.session import ChatSession
 
+Outcome: TypeAlias = Literal["done", "failed", "over"]
+
 HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
 
 
@@ -41,26 +45,32 @@ def chat(
     """
     params = sampling.to_params(max_tokens=max_tokens)
     wish = parse_speculation(speculation)
+    if sys.stdin is None:
+        raise ParameterError("standard input is closed, so nothing can be said; open it or use `sakiyomi generate`.")
     llm = loading.load_llm(engine)
     if llm.chat_template is None:
         raise ParameterError(f"{llm.info.name} has no chat template; use `sakiyomi generate --raw` with it.")
     session = llm.session(system)
-    if sys.stdin.isatty():
+    is_typed = sys.stdin.isatty()
+    if is_typed:
         print_note(HELP)
+    outcomes: list[Outcome] = []
     try:
-        while _take_turn(session, params, wish):
-            pass
+        while "over" not in outcomes[-1:]:
+            outcomes.append(_take_turn(session, params, wish))
     except UnicodeDecodeError as error:
         raise ParameterError("standard input is not valid UTF-8; give a text in UTF-8.") from error
+    if "failed" in outcomes and not is_typed:  # whoever typed has seen it; a script has not
+        raise typer.Exit(1)
 
 
-def _take_turn(session: ChatSession, params: SamplingParams, speculation: bool | int) -> bool:
-    """Read what the user says and act on it; False once the conversation is over."""
+def _take_turn(session: ChatSession, params: SamplingParams, speculation: bool | int) -> Outcome:
+    """Read what the user says and act on it."""
     said = HELP
     try:
         line = _read_line()
         if line in (None, "/exit", "/quit"):
-            return False
+            return "over"
         if line == "/reset":
             session.reset()
         elif line.startswith("/") and line[1:].isalpha():  # /help, or a command that is none
@@ -73,13 +83,14 @@ def _take_turn(session: ChatSession, params: SamplingParams, speculation: bool |
         print_note(said)
     except SakiyomiError as error:  # one turn that fails does not end the conversation
         print_error(str(error))
-    return True
+        return "failed"
+    return "done"
 
 
 def _read_line() -> str | None:
     """The next thing that the user says; None at the end of the input."""
     try:
-        return input("> " if sys.stdin.isatty() else "").strip()
+        return input("> " if sys.stdin.isatty() else "").removeprefix("\ufeff").strip()
     except EOFError:
         return None
 

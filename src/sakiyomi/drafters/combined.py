@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sakiyomi.errors import ParameterError
+from sakiyomi.plugins import MAX_DRAFT_TOKENS, check_bounds
 from sakiyomi.tree import SAMPLED, Draft, expected_length, merge_drafts
 from sakiyomi.types import Array, Drafter, DrafterContext, Sequence
 
@@ -41,8 +42,7 @@ class CombinedDrafter(Drafter):
         def __post_init__(self) -> None:
             if self.mode not in ("first", "merge"):
                 raise ParameterError(f"mode={self.mode!r} is not allowed; give first or merge.")
-            if self.num_speculative_tokens < 1:
-                raise ParameterError(f"num_speculative_tokens={self.num_speculative_tokens}; give at least 1.")
+            check_bounds("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_DRAFT_TOKENS)
             if not self.min_expected >= 0:
                 raise ParameterError(f"min_expected={self.min_expected}; give a number of at least 0.")
 

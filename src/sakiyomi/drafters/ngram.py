@@ -13,9 +13,11 @@ from typing import Literal
 
 from sakiyomi.errors import ParameterError
 from sakiyomi.lookup.prediction import PredictionReader
+from sakiyomi.plugins import MAX_DRAFT_TOKENS, check_bounds
 from sakiyomi.tree import Draft, expected_length
 from sakiyomi.types import Drafter, DrafterContext, Sequence
 
+MAX_NGRAM = 64
 MIN_CONFIDENCE = 0.1
 """What a predicted text is believed with at least where it is drafted."""
 
@@ -31,7 +33,8 @@ class NgramDrafter(Drafter):
 
         Args:
             num_speculative_tokens: tokens of a draft at most.
-            max_ngram, min_ngram: lengths of the suffix that is looked up, longest first.
+            max_ngram, min_ngram: lengths of the suffix that is looked up, longest first; 64 at most, since each
+                length has an index of its own.
             occurrence: continue the "latest" or the "earliest" earlier occurrence.
         """
 
@@ -41,8 +44,8 @@ class NgramDrafter(Drafter):
         occurrence: Literal["latest", "earliest"] = "latest"
 
         def __post_init__(self) -> None:
-            if self.num_speculative_tokens < 1:
-                raise ParameterError(f"num_speculative_tokens={self.num_speculative_tokens}; give at least 1.")
+            check_bounds("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_DRAFT_TOKENS)
+            check_bounds("max_ngram", self.max_ngram, 1, MAX_NGRAM)
             if not 1 <= self.min_ngram <= self.max_ngram:
                 raise ParameterError(
                     f"min_ngram={self.min_ngram}, max_ngram={self.max_ngram}; give 1 <= min_ngram <= max_ngram."

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 from sakiyomi.errors import ParameterError
 from sakiyomi.lookup.automaton import new_automaton
 from sakiyomi.lookup.prediction import PredictionReader
 from sakiyomi.lookup.store import StoreReader, TextStore, open_store
+from sakiyomi.plugins import MAX_DRAFT_TOKENS, check_bounds
 from sakiyomi.tree import Draft, expected_length
 from sakiyomi.types import Drafter, DrafterContext, Sequence
 
@@ -22,6 +24,7 @@ NUM_LEAD_TOKENS = 16
 """Tokens of the prompt that the store keeps in front of an answer, so that its beginning can be found."""
 
 DEFAULT_STORE_MB = 64.0
+MAX_MATCH = 1_000_000
 
 
 class SuffixDrafter(Drafter):
@@ -54,13 +57,13 @@ class SuffixDrafter(Drafter):
         store_file: str | None = None
 
         def __post_init__(self) -> None:
-            for name in ("num_speculative_tokens", "width", "min_match"):
-                if getattr(self, name) < 1:
-                    raise ParameterError(f"{name}={getattr(self, name)}; give at least 1.")
+            check_bounds("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_DRAFT_TOKENS)
+            check_bounds("width", self.width, 1, MAX_DRAFT_TOKENS)
+            check_bounds("min_match", self.min_match, 1, MAX_MATCH)
             if not 0 < self.min_confidence < 1:
                 raise ParameterError(f"min_confidence={self.min_confidence}; give a number between 0 and 1.")
-            if not self.doubt > 0:
-                raise ParameterError(f"doubt={self.doubt}; give a number above 0.")
+            if not 0 < self.doubt < inf:
+                raise ParameterError(f"doubt={self.doubt}; give a finite number above 0.")
             if not (self.store_mb == 0 or 0.1 <= self.store_mb <= 1e6):
                 raise ParameterError(f"store_mb={self.store_mb}; give 0 for no store, or 0.1 to 1000000.")
 
