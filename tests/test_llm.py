@@ -644,7 +644,7 @@ def test_a_long_prompt_over_a_large_vocabulary_needs_little_memory() -> None:
 @pytest.mark.parametrize(
     ("config", "legacy", "expected"),
     [
-        (None, {}, ("ngram", {})),
+        (None, {}, ("suffix", {})),
         ({"method": "ngram", "num_speculative_tokens": 3}, {}, ("ngram", {"num_speculative_tokens": 3})),
         ({"method": "ngram", "prompt_lookup_max": 5}, {}, ("ngram", {"max_ngram": 5, "min_ngram": 5})),
         (
@@ -668,7 +668,7 @@ def test_a_long_prompt_over_a_large_vocabulary_needs_little_memory() -> None:
             ("suffix", {"num_speculative_tokens": 9, "min_confidence": 0.2}),
         ),
         (None, {"speculative_model": "[ngram]", "use_v2_block_manager": True}, ("ngram", {})),
-        (None, {"num_speculative_tokens": 5}, ("ngram", {"num_speculative_tokens": 5})),
+        (None, {"num_speculative_tokens": 5}, ("suffix", {"num_speculative_tokens": 5})),
     ],
 )
 def test_vllms_keys_name_a_drafter(config: object, legacy: dict[str, object], expected: object) -> None:

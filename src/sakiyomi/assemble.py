@@ -337,7 +337,7 @@ def read_speculative_config(config: Mapping[str, Any]) -> tuple[str, dict[str, A
     return "ngram", options
 
 
-DEFAULT_DRAFTER = "ngram"
+DEFAULT_DRAFTER = "suffix"
 LEGACY_KEYS = (
     "speculative_model",
     "num_speculative_tokens",

@@ -19,6 +19,7 @@ from sakiyomi.assemble import (
     Backend,
     LoadedModel,
     ModelOptions,
+    check_drafter,
     choose_drafter,
     load_model,
     make_drafter,
@@ -42,7 +43,7 @@ class LLM:
 
     Args:
         model: "smollm2", a folder in transformers' layout, a .gguf file, or a hub id.
-        drafter: `name` or `name:key=value,...`, or a Drafter.
+        drafter: `name` or `name:key=value,...`, or a Drafter; None takes `suffix`.
         verifier: the acceptance rule, `name` or `name:key=value,...`. `match` keeps every token as plain decoding has
             it; `rejection`, `block`, `tree` and `traversal` keep the distribution; `typical`, `lenient` and `relaxed`
             keep neither and need the consent `lossy=true` among their options.
@@ -75,8 +76,10 @@ class LLM:
         options = ModelOptions(
             dtype=dtype, device=device, backend=backend, threads=threads, max_model_len=max_model_len
         )
-        loaded = load_model(model, options)
         rule = make_verifier(verifier)
+        if isinstance(name, str):
+            check_drafter(name, more)  # before anything is loaded
+        loaded = load_model(model, options)
         built = make_drafter(name, loaded, options, more, rule.draw) if isinstance(name, str) else name
         self._setup(loaded, built, rule, seed, max_num_seqs)
         self.requests.load_seconds = time.perf_counter() - started

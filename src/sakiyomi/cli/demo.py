@@ -54,7 +54,7 @@ def demo(
         print(flush=True)
     _compare(console, *outputs)
     if prompt == PROMPT:
-        print_note('Copying suits the ngram drafter; try `sakiyomi demo "a prompt of yours"`.')
+        print_note('Copying suits drafters that look texts up; try `sakiyomi demo "a prompt of yours"`.')
 
 
 def _warm_up(llm: LLM) -> None:

@@ -48,7 +48,7 @@ class EngineOptions:
     drafter: Annotated[
         str,
         _option("--drafter", "-d", help="Who guesses: NAME or NAME:key=value,key=value; none is plain.", panel=ENGINE),
-    ] = "ngram"
+    ] = "suffix"
     verifier: Annotated[
         str, _option("--verifier", help="The rule that accepts guesses: NAME or NAME:key=value.", panel=ENGINE)
     ] = "match"

@@ -38,9 +38,9 @@ class NgramDrafter(Drafter):
             occurrence: continue the "latest" or the "earliest" earlier occurrence.
         """
 
-        num_speculative_tokens: int = 8
+        num_speculative_tokens: int = 3
         max_ngram: int = 4
-        min_ngram: int = 2
+        min_ngram: int = 1
         occurrence: Literal["latest", "earliest"] = "latest"
 
         def __post_init__(self) -> None:
