@@ -70,10 +70,48 @@ class Gate {
     std::condition_variable awake_;
 };
 
+struct Range {
+    std::int64_t begin, end;
+};
+
+// The share of `rank` when `count` items are split evenly into runs of `unit`.
+inline Range split(std::int64_t count, int rank, int size, std::int64_t unit = 1) {
+    const std::int64_t units = (count + unit - 1) / unit;
+    const std::int64_t begin = units * rank / size * unit, end = units * (rank + 1) / size * unit;
+    return {begin < count ? begin : count, end < count ? end : count};
+}
+
 // The threads that run one body together.
 class Team {
    public:
     int size() const { return size_; }
+
+    // work(item) for every item below `count`, by whichever thread has time, then a barrier. Each thread walks its own
+    // share from the front, so that it streams memory; one that is done takes from the back of the others' shares.
+    // Every thread of the team calls this, in the same order.
+    template <class Work>
+    void share(int rank, std::int64_t count, Work&& work) {
+        share_then(rank, count, work, [] {});
+    }
+
+    // The same, with something that each thread does before it waits.
+    template <class Work, class Last>
+    void share_then(int rank, std::int64_t count, Work&& work, Last&& last) {
+        if (size_ == 1) {
+            for (std::int64_t item = 0; item < count; ++item) work(item);
+            return;
+        }
+        const int size = size_;
+        const std::int64_t run = count / kMostUnits + 1, num_units = (count + run - 1) / run;
+        const std::uint64_t turn = ++shares_[rank].turn;
+        for (int offset = 0; offset < size; ++offset) {
+            const int owner = rank + offset < size ? rank + offset : rank + offset - size;
+            for (std::int64_t unit; (unit = take(owner, size, turn, num_units, offset == 0)) >= 0;)
+                for (std::int64_t item = unit * run; item < count && item < (unit + 1) * run; ++item) work(item);
+        }
+        last();
+        barrier();
+    }
 
     // Everything written before it by any thread is seen after it by all.
     void barrier() {
@@ -93,21 +131,42 @@ class Team {
 
    private:
     friend class Pool;
+    static constexpr std::int64_t kMostUnits = (std::int64_t{1} << 20) - 1;
+
+    // What is left of a thread's share: the turn that it belongs to (24 bits), the first item and the end (20 bits each).
+    struct alignas(64) Share {
+        std::atomic<std::uint64_t> left{0};
+        std::uint64_t turn = 0;  // of the owner
+    };
+
+    // Takes one unit of an owner's share, or returns -1. A share of an earlier turn is one that nobody has touched yet.
+    std::int64_t take(int owner, int size, std::uint64_t turn, std::int64_t count, bool from_front) {
+        std::atomic<std::uint64_t>& left = shares_[owner].left;
+        std::uint64_t seen = left.load(std::memory_order_relaxed);
+        for (;;) {
+            Range range = split(count, owner, size);
+            if (seen >> 40 == turn)
+                range = {static_cast<std::int64_t>(seen >> 20 & kMostUnits), static_cast<std::int64_t>(seen & kMostUnits)};
+            if (range.begin >= range.end) return -1;
+            const std::int64_t unit = from_front ? range.begin++ : --range.end;
+            const std::uint64_t now = turn << 40 | static_cast<std::uint64_t>(range.begin) << 20 | static_cast<std::uint64_t>(range.end);
+            if (left.compare_exchange_weak(seen, now, std::memory_order_relaxed)) return unit;
+        }
+    }
+
+    void start(int size) {
+        size_ = size;
+        for (int rank = 0; rank < size; ++rank) {
+            shares_[rank].left.store(0, std::memory_order_relaxed);
+            shares_[rank].turn = 0;
+        }
+    }
+
     int size_ = 1;
     alignas(64) std::atomic<int> num_arrived_{0};
     Gate gate_;
+    Share shares_[kMaxThreads];
 };
-
-struct Range {
-    std::int64_t begin, end;
-};
-
-// The share of `rank` when `count` items are split evenly into runs of `unit`.
-inline Range split(std::int64_t count, int rank, int size, std::int64_t unit = 1) {
-    const std::int64_t units = (count + unit - 1) / unit;
-    const std::int64_t begin = units * rank / size * unit, end = units * (rank + 1) / size * unit;
-    return {begin < count ? begin : count, end < count ? end : count};
-}
 
 class Pool {
    public:
@@ -154,7 +213,7 @@ class Pool {
         start_workers(num_threads - 1);
         call_ = [](void* target, Team& team, int rank) { (*static_cast<Body*>(target))(team, rank); };
         target_ = const_cast<void*>(static_cast<const void*>(&body));
-        team_.size_ = num_threads;
+        team_.start(num_threads);
         for (int i = 0; i < num_threads - 1; ++i) workers_[i]->start.advance();
         // A library may have switched this thread to flushing subnormals; results must not depend on the thread.
         std::fenv_t environment;

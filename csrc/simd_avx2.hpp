@@ -4,7 +4,8 @@
 
 namespace {
 
-enum { kTileRows = 3, kTileBlocks = 1 };
+enum { kTileRows = 3, kTileBlocks = 1, kDenseRows = 3, kDenseBlocks = 1 };
+constexpr int blocks_for(int) { return 1; }
 
 struct Vf {
     __m256 lo, hi;
@@ -126,6 +127,22 @@ inline Wq load_weights(const uint8_t* p) {
     return {_mm256_and_si256(lo, low_bytes), _mm256_srli_epi16(lo, 8), _mm256_and_si256(hi, low_bytes),
             _mm256_srli_epi16(hi, 8)};
 }
+// Quads k and k + 4 of a group in four-bit storage.
+inline Wq load_low(const uint8_t* p) {
+    const __m256i low = _mm256_set1_epi16(0x0f);
+    const __m256i lo = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    const __m256i hi = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32));
+    return {_mm256_and_si256(lo, low), _mm256_and_si256(_mm256_srli_epi16(lo, 8), low), _mm256_and_si256(hi, low),
+            _mm256_and_si256(_mm256_srli_epi16(hi, 8), low)};
+}
+inline Wq load_high(const uint8_t* p) {
+    const __m256i low = _mm256_set1_epi16(0x0f);
+    const __m256i lo = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    const __m256i hi = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32));
+    return {_mm256_and_si256(_mm256_srli_epi16(lo, 4), low), _mm256_srli_epi16(lo, 12),
+            _mm256_and_si256(_mm256_srli_epi16(hi, 4), low), _mm256_srli_epi16(hi, 12)};
+}
+inline Vi shift_high(Vi a) { return a; }
 inline Aq load_inputs(const int8_t* p) {
     int32_t four;
     __builtin_memcpy(&four, p, sizeof four);

@@ -4,7 +4,9 @@
 
 namespace {
 
-enum { kTileRows = 4, kTileBlocks = 3 };  // 12 integer and 12 float accumulators of 32 registers
+// Integer accumulators fill the 32 registers; float ones live in the first cache.
+enum { kTileRows = 8, kTileBlocks = 4, kDenseRows = 4, kDenseBlocks = 3 };
+constexpr int blocks_for(int rows) { return rows <= 6 ? 4 : 2; }
 
 typedef __m512 Vf;
 typedef __m512i Vi;
@@ -79,6 +81,10 @@ inline void store_int8(int8_t* p, Vi a) {
 }
 
 inline Wq load_weights(const uint8_t* p) { return _mm512_loadu_si512(p); }
+// Quads k and k + 4 of a group in four-bit storage; the latter times 16, which shift_high takes back from a sum.
+inline Wq load_low(const uint8_t* p) { return _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(0x0f)); }
+inline Wq load_high(const uint8_t* p) { return _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(static_cast<char>(0xf0))); }
+inline Vi shift_high(Vi a) { return _mm512_srai_epi32(a, 4); }
 inline Aq load_inputs(const int8_t* p) {
     int32_t four;
     __builtin_memcpy(&four, p, sizeof four);

@@ -81,7 +81,9 @@ class NativeOps(Ops):
         if not parts or any(len(part.shape) != 2 for part in parts):
             raise ParameterError("a weight is a matrix [N, K], or several over the same input.")
         if self.dtype == "int8" and all(_can_quantize(part) for part in parts):
-            return _native.PackedWeight.from_quantized([_fields(quantize(part)) for part in parts])
+            return _native.PackedWeight.from_quantized(
+                [_fields(quantize(part)) for part in parts], os.environ.get("SAKIYOMI_STORAGE") == "8bit"
+            )
         return _native.PackedWeight.from_dense(
             [_floats(part.dequantize() if isinstance(part, Quantized) else part) for part in parts]
         )
