@@ -415,7 +415,7 @@ inline void add_values(const KeyBlock& block, const float (*weights)[kKeyBlock],
     for (int i = block.low; i <= block.high; ++i) {
         const float* row = block.values + i * block.padded + offset;
         Vf value[PARTS];
-        for (int part = 0; part < PARTS; ++part) value[part] = load(row + part * kLanes);
+        for (int part = 0; part < PARTS; ++part) value[part] = keep(load(row + part * kLanes));
         for (int h = 0; h < HEADS; ++h) {
             const Vf weight = set1(weights[h][i]);
             for (int part = 0; part < PARTS; ++part) total[h][part] = fma(value[part], weight, total[h][part]);
@@ -425,10 +425,44 @@ inline void add_values(const KeyBlock& block, const float (*weights)[kKeyBlock],
         for (int part = 0; part < PARTS; ++part) store(sums + h * block.padded + offset + part * kLanes, total[h][part]);
 }
 
+// scores[h][half + i] = scale * (query h . key half + i) for sixteen keys; those outside low..high repeat the nearest one.
+// PARTS is the number of vectors of a head, or 0 for any.
+template <int HEADS, int PARTS>
+inline void score_keys(const KeyBlock& block, int half, float scale, const float* queries, float (*scores)[kKeyBlock]) {
+    const int64_t padded = block.padded;
+    Vf query[HEADS][PARTS ? PARTS : 1];
+    for (int h = 0; h < HEADS; ++h)
+        for (int part = 0; part < PARTS; ++part) query[h][part] = load(queries + h * padded + part * kLanes);
+    Quad quads[HEADS][4];
+    for (int quad = 0; quad < 4; ++quad) {
+        Vf dots[HEADS][4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+            const int wanted = half + quad * 4 + i;
+            const float* key = block.keys + (wanted < block.low ? block.low : wanted > block.high ? block.high : wanted) * padded;
+            for (int h = 0; h < HEADS; ++h) dots[h][i] = set1(0.0f);
+            if constexpr (PARTS > 0) {
+#pragma GCC unroll 8
+                for (int part = 0; part < PARTS; ++part) {
+                    const Vf k = load(key + part * kLanes);
+                    for (int h = 0; h < HEADS; ++h) dots[h][i] = fma(k, query[h][part], dots[h][i]);
+                }
+            } else {
+                for (int64_t at = 0; at < padded; at += kLanes) {
+                    const Vf k = load(key + at);
+                    for (int h = 0; h < HEADS; ++h) dots[h][i] = fma(k, load(queries + h * padded + at), dots[h][i]);
+                }
+            }
+        }
+        for (int h = 0; h < HEADS; ++h) quads[h][quad] = reduce_add_four(dots[h]);
+    }
+    for (int h = 0; h < HEADS; ++h) store(scores[h] + half, mul(join_quads(quads[h]), set1(scale)));
+}
+
 // One step of the online softmax (Milakov and Gimelshein, 2018).
-template <int HEADS>
+template <int HEADS, int PARTS>
 void attend_block(const KeyBlock& block, float scale, RowState<HEADS>& state) {
-    const int64_t padded = block.padded, num_parts = padded / kLanes;
+    const int64_t padded = block.padded, num_parts = PARTS ? PARTS : padded / kLanes;
     const int low = block.low, high = block.high;
     alignas(64) float scores[HEADS][kKeyBlock];
     alignas(64) float rescale[kLanes] = {0.0f};
@@ -437,19 +471,7 @@ void attend_block(const KeyBlock& block, float scale, RowState<HEADS>& state) {
             for (int h = 0; h < HEADS; ++h) store(scores[h] + half, set1(-__builtin_inff()));
             continue;
         }
-        Vf partial[HEADS][kLanes];
-        for (int i = 0; i < kLanes; ++i) {
-            const int at = half + i < low ? low : half + i > high ? high : half + i;
-            const float* key = block.keys + at * padded;
-            Vf dot[HEADS];
-            for (int h = 0; h < HEADS; ++h) dot[h] = set1(0.0f);
-            for (int64_t part = 0; part < num_parts; ++part) {
-                const Vf k = load(key + part * kLanes);
-                for (int h = 0; h < HEADS; ++h) dot[h] = fma(k, load(state.queries + h * padded + part * kLanes), dot[h]);
-            }
-            for (int h = 0; h < HEADS; ++h) partial[h][i] = dot[h];
-        }
-        for (int h = 0; h < HEADS; ++h) store(scores[h] + half, mul(reduce_add_rows(partial[h]), set1(scale)));
+        score_keys<HEADS, PARTS>(block, half, scale, state.queries, scores);
     }
     for (int h = 0; h < HEADS; ++h) {
         for (int i = 0; i < low; ++i) scores[h][i] = -__builtin_inff();
@@ -531,7 +553,12 @@ void attend_heads(const AttendJob& job) {
                     copy_row(keys + at * job.key_stride, dim, block_keys + i * padded);
                     copy_row(values + at * job.key_stride, dim, block_values + i * padded);
                 }
-                attend_block<HEADS>(block, job.scale, states[r]);
+                if (padded == 4 * kLanes)
+                    attend_block<HEADS, 4>(block, job.scale, states[r]);
+                else if (padded == 8 * kLanes)
+                    attend_block<HEADS, 8>(block, job.scale, states[r]);
+                else
+                    attend_block<HEADS, 0>(block, job.scale, states[r]);
             }
         }
     }

@@ -86,16 +86,18 @@ inline float reduce_max(Vf a) {
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
 inline __m256 add_halves(Vf a) { return _mm256_add_ps(a.lo, a.hi); }
-// Lane i is the sum of row i, for eight rows.
-inline __m256 reduce_add_eight(const Vf* rows) {
+// Sums of four vectors, half done; of sixteen, done: lane i is the sum of vector i.
+typedef __m256 Quad;
+inline Quad reduce_add_four(const Vf* rows) {
     const __m256 ab = _mm256_hadd_ps(add_halves(rows[0]), add_halves(rows[1]));
     const __m256 cd = _mm256_hadd_ps(add_halves(rows[2]), add_halves(rows[3]));
-    const __m256 ef = _mm256_hadd_ps(add_halves(rows[4]), add_halves(rows[5]));
-    const __m256 gh = _mm256_hadd_ps(add_halves(rows[6]), add_halves(rows[7]));
-    const __m256 abcd = _mm256_hadd_ps(ab, cd), efgh = _mm256_hadd_ps(ef, gh);
-    return _mm256_add_ps(_mm256_permute2f128_ps(abcd, efgh, 0x20), _mm256_permute2f128_ps(abcd, efgh, 0x31));
+    return _mm256_hadd_ps(ab, cd);
 }
-inline Vf reduce_add_rows(const Vf* rows) { return {reduce_add_eight(rows), reduce_add_eight(rows + 8)}; }
+inline __m256 join_two(Quad a, Quad b) {
+    return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+}
+inline Vf join_quads(const Quad* quads) { return {join_two(quads[0], quads[1]), join_two(quads[2], quads[3])}; }
+inline Vf keep(Vf a) { return a; }
 inline float sqrt_scalar(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
 
 inline Vi zero_int() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }

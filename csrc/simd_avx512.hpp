@@ -58,11 +58,16 @@ inline Vf add_quarters(const Vf* rows) {
 inline Vf add_neighbours(Vf a, Vf b) {
     return add(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
 }
-// Lane i is the sum of row i.
-inline Vf reduce_add_rows(const Vf* rows) {
-    const Vf q0 = add_quarters(rows), q1 = add_quarters(rows + 4);
-    const Vf q2 = add_quarters(rows + 8), q3 = add_quarters(rows + 12);
-    return add_neighbours(add_neighbours(q0, q1), add_neighbours(q2, q3));
+// Sums of four vectors, half done; of sixteen, done: lane i is the sum of vector i.
+typedef Vf Quad;
+inline Quad reduce_add_four(const Vf* rows) { return add_quarters(rows); }
+inline Vf join_quads(const Quad* quads) {
+    return add_neighbours(add_neighbours(quads[0], quads[1]), add_neighbours(quads[2], quads[3]));
+}
+// Keeps a value in a register, where the compiler would read memory once per use.
+inline Vf keep(Vf a) {
+    asm("" : "+v"(a));
+    return a;
 }
 inline float sqrt_scalar(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
 

@@ -102,11 +102,21 @@ inline float reduce_max(Vf a) {
     LANES r = r > a.v[i] ? r : a.v[i];
     return r;
 }
-inline Vf reduce_add_rows(const Vf* rows) {
-    Vf r;
-    LANES r.v[i] = reduce_add(rows[i]);
+// Sums of four vectors.
+struct Quad {
+    float v[4];
+};
+inline Quad reduce_add_four(const Vf* rows) {
+    Quad r;
+    for (int i = 0; i < 4; ++i) r.v[i] = reduce_add(rows[i]);
     return r;
 }
+inline Vf join_quads(const Quad* quads) {
+    Vf r;
+    LANES r.v[i] = quads[i / 4].v[i % 4];
+    return r;
+}
+inline Vf keep(Vf a) { return a; }
 inline float sqrt_scalar(float x) { return sqrtf(x); }
 
 inline Vi zero_int() {
