@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -167,11 +167,13 @@ def make_drafter(
     options: ModelOptions,
     more: Mapping[str, Any] | None = None,
     draw: DrawMode = "coupled",
+    wrap: Callable[[Model], Model] = lambda model: model,
 ) -> Drafter:
     """Build a drafter from `name:key=value,...` and further options.
 
     Args:
         draw: how the verifier wants tokens to be found (`Verifier.draw`), where the options leave it open.
+        wrap: put around the target and around every model that the drafter loads.
 
     Raises:
         UnknownNameError, ParameterError, VocabularyError
@@ -179,7 +181,7 @@ def make_drafter(
     name, settings = parse_spec(spec)
     drafter = find_class("sakiyomi.drafters", "sakiyomi.drafters", "drafter", name)
     config = make_config(name, drafter.Config, {**settings, **(more or {})})
-    context = DrafterContext(target.model, lambda model: _load_drafting_model(model, target, options), draw)
+    context = DrafterContext(wrap(target.model), lambda model: wrap(_load_drafting_model(model, target, options)), draw)
     built: Drafter = drafter(config, context)
     return built
 
