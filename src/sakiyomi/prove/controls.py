@@ -43,6 +43,21 @@ class RedrawControl(Control):
         return accept_path(draft, verdict.path, output.choose(node + 1, history))
 
 
+class AcceptControl(Control):
+    """Accepts what was drafted first, whatever the target says."""
+
+    name = "accept"
+    error = "the first drafted token is accepted at every place, without a look at p"
+
+    def verify(self, draft: Draft, output: Output, sequence: Sequence) -> Verdict:
+        path: list[int] = []
+        while draft.draws_below(path[-1] if path else ROOT):
+            path.append(draft.draws_below(path[-1] if path else ROOT)[0])
+        tokens = tuple(draft.tokens[node] for node in path)
+        final = output.choose(path[-1] + 1 if path else 0, sequence.history(tokens))
+        return accept_path(draft, tuple(path), final)
+
+
 class ShiftControl(Control):
     """Judges each drafted token by the row in front of the right one."""
 
@@ -53,7 +68,7 @@ class ShiftControl(Control):
         return self.inner.verify(draft, _Shifted(output), sequence)
 
 
-CONTROLS: tuple[type[Control], ...] = (RedrawControl, ShiftControl)
+CONTROLS: tuple[type[Control], ...] = (AcceptControl, RedrawControl, ShiftControl)
 
 
 class _Shifted:

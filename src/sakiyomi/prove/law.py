@@ -290,7 +290,7 @@ class _Run:
         context = self.bench.contexts[index]
         self.num_draws += 1
         sequence = self.bench.sequence(index, seed=derive_seed(self.seed, self.num_draws))
-        while sequence.num_new < context.num_tokens:
+        while len(sequence.tokens) < len(context.tokens) + context.num_tokens:
             done = step(self.bench.model, self.bench.drafter, self.verifier, [sequence], [context.budget])[0]
             self.num_draft_tokens += done.num_draft
             self.num_accepted_tokens += done.num_accepted
