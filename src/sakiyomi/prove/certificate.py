@@ -46,6 +46,7 @@ DEFAULT_SETTINGS = (
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=0.7, top_p=0.9),
 )
+CHAIN_BUDGET, TREE_BUDGET = 2, 6
 CHUNK = 1 << 20
 
 
@@ -58,19 +59,20 @@ class Plan:
         num_tokens: tokens of each answer that is compared.
         num_draws: answers drawn for a law, over all contexts.
         num_contexts: contexts per sampled setting.
-        budget: nodes of a draft at most when laws are tested.
+        budget: nodes of a draft at most when laws are tested; None takes 2 for chains and 6 for trees, which is depth
+            2 for both: what lies deeper is not reached by the two tokens of an answer.
     """
 
     settings: tuple[SamplingParams, ...] = DEFAULT_SETTINGS
     num_tokens: int = 24
     num_draws: int = 6000
     num_contexts: int = 2
-    budget: int = 4
+    budget: int | None = None
     seed: int = 20
 
     def __post_init__(self) -> None:
         for name in ("num_tokens", "num_draws", "num_contexts", "budget"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ParameterError(f"{name}={getattr(self, name)} is not allowed; give at least 1.")
 
     def params(self, setting: SamplingParams) -> SamplingParams:
@@ -309,10 +311,13 @@ class _Run:
 
         def make(tokens: tuple[int, ...], num_prompt: int) -> Context:
             name = f"{describe_params(setting)}, {len(tokens)} tokens"
-            return Context(name, tokens, num_prompt, params, self.plan.budget)
+            return Context(name, tokens, num_prompt, params, self.plan.budget or CHAIN_BUDGET)
 
         texts = [(plain.prompt, plain.tokens) for plain in plains]
-        return find_contexts(model, drafter, texts, make, self.plan.num_contexts)
+        found = find_contexts(model, drafter, texts, make, self.plan.num_contexts)
+        if self.plan.budget is None and found and drafts_trees(model, drafter, found[0]):
+            found = [replace(context, budget=TREE_BUDGET) for context in found]
+        return found
 
     # ------------------------------------------------------------------------------------------ the end
 
@@ -349,6 +354,14 @@ class _Run:
             contexts=contexts,
             provenance={},
         )
+
+
+def drafts_trees(model: MemoModel, drafter: Drafter, context: Context) -> bool:
+    """Whether the drafter's guess at a context is a tree."""
+    sequence = Bench(model, drafter, [context]).sequence(0)
+    draft = drafter.propose([sequence], [TREE_BUDGET])[0]
+    drafter.forget(sequence)
+    return not draft.is_chain
 
 
 def planted(script: Script) -> PlantedDrafter:

@@ -32,6 +32,7 @@ from sakiyomi.types import Drafter, Sequence, Verifier
 ALPHA = 1e-3
 POWER = 0.95
 NUM_CELLS = 8
+GOOD_ENTROPY = 1.2  # nats, of a law worth testing
 MIN_PREFIX = 0.1  # probability of a beginning that has a test of its own
 MAX_POINTS = 160  # of a curve
 MAX_NODES = 512  # laws in memory
@@ -52,7 +53,7 @@ class Context:
     tokens: tuple[int, ...]
     num_prompt: int
     params: SamplingParams
-    budget: int = 4
+    budget: int = 2
     num_tokens: int = 2
 
 
@@ -204,6 +205,7 @@ class _Node:
         cells: number of tokens and most probable token of each.
         over_rated: whether the drafter gives an id more than the target does; None where it guesses nothing.
         over: the probability of these ids.
+        entropy: of the law, in nats.
         common: the ids that may begin a tested text, with their probabilities.
     """
 
@@ -212,6 +214,7 @@ class _Node:
     cells: tuple[tuple[int, int], ...]
     over_rated: npt.NDArray[np.bool_] | None
     over: float
+    entropy: float
     common: tuple[tuple[int, float], ...]
 
     @classmethod
@@ -233,6 +236,7 @@ class _Node:
             tuple((int(size), int(ids[first])) for size, first in zip(sizes, firsts, strict=True)),
             over_rated,
             0.0 if over_rated is None else float(law.row()[over_rated].sum()),
+            law.entropy(),
             tuple((int(ids[i]), float(probs[i])) for i in range(min(ids.size, 10)) if probs[i] >= MIN_PREFIX),
         )
 
@@ -371,7 +375,9 @@ def find_contexts(
     make: Callable[[tuple[int, ...], int], Context],
     count: int,
 ) -> list[Context]:
-    """Places in answers where the drafter guesses and the target is least sure, spread over the answers.
+    """Places in answers where the drafter guesses and the target hesitates, spread over the answers.
+
+    A law of very many tokens costs a pass for each of them and shows little more than one of a few.
 
     Args:
         texts: (ids of the prompt, ids of its answer).
@@ -391,5 +397,5 @@ def _rank_places(model: MemoModel, drafter: Drafter, places: Seq[Context]) -> li
     for index, place in enumerate(places):
         node = probe.node(index, ())
         if node.over_rated is not None and 0 < node.over < 1:
-            scored.append((float((node.probs * np.log(node.probs)).sum()), index, place))
+            scored.append((abs(node.entropy - GOOD_ENTROPY), index, place))
     return [place for _, _, place in sorted(scored, key=lambda entry: entry[:2])]
