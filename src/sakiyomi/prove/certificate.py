@@ -135,9 +135,7 @@ def certify(
     Raises:
         ParameterError: a lossy verifier, which cannot be certified; no prompt.
     """
-    if verifier.is_lossless not in ("tokens", "distribution"):
-        name = type(verifier).__module__.rpartition(".")[2]
-        raise ParameterError(f"the verifier {name} is lossy, so there is nothing to certify; take match or rejection.")
+    refuse_lossy(verifier)
     if not prompts:
         raise ParameterError("there are no prompts; give at least one.")
     started, cpu_started = time.perf_counter(), time.process_time()
@@ -148,6 +146,13 @@ def certify(
         "cpu_seconds": round(time.process_time() - cpu_started, 1),
     }
     return replace(certificate, provenance={**(provenance or {}), **run.describe(), **took})
+
+
+def refuse_lossy(verifier: Verifier) -> None:
+    """Raise ParameterError for a verifier that promises nothing."""
+    if verifier.is_lossless not in ("tokens", "distribution"):
+        name = type(verifier).__module__.rpartition(".")[2]
+        raise ParameterError(f"the verifier {name} is lossy, so there is nothing to certify; take match or rejection.")
 
 
 @dataclass
