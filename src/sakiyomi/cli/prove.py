@@ -163,6 +163,7 @@ STYLES = {"proven": "bold green", "refuted": "bold red", "void": "bold yellow"}
 
 
 def _print(certificate: Certificate) -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -170,8 +171,8 @@ def _print(certificate: Certificate) -> None:
     from sakiyomi.prove.page import provenance_rows, summarize, tables
 
     console = Console(highlight=False)
-    for table in tables(certificate):
-        shown = Table(*table.head, title=table.title, title_justify="left", title_style="bold")
+    for table in (table.without_details() for table in tables(certificate)):
+        shown = Table(*table.head, title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
         for row in table.rows:
             shown.add_row(*(Text(cell) for cell in row))
         console.print(shown)

@@ -20,9 +20,24 @@ MAX_POWER_OF_TEN = 6.0  # where a curve leaves the picture
 
 @dataclass(frozen=True)
 class Table:
+    """A table of texts.
+
+    Attributes:
+        details: columns that a terminal has no room for.
+    """
+
     title: str
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    details: tuple[int, ...] = ()
+
+    def without_details(self) -> Table:
+        kept = [column for column in range(len(self.head)) if column not in self.details]
+        return Table(
+            self.title,
+            tuple(self.head[column] for column in kept),
+            tuple(tuple(row[column] for column in kept) for row in self.rows),
+        )
 
 
 def tables(certificate: Certificate) -> Iterator[Table]:
@@ -83,9 +98,20 @@ def summarize(certificate: Certificate) -> list[str]:
         if law.first_error is not None:
             lines.append(f"The verifier emitted {law.first_error}.")
         lines += _describe_power(law)
+    lines += _describe_controls(certificate)
     for noise in list(certificate.noise.values())[:1]:
         lines.append(f"Rounding is what moves a row by at most {noise.limit:.3g} (measured {noise.measured:.3g}).")
     return lines
+
+
+def _describe_controls(certificate: Certificate) -> Iterator[str]:
+    seen = [(one.error or "", one.finding == "fault") for one in certificate.identity_controls]
+    seen += [(f"{one.name}: {one.error}", one.is_rejected) for one in certificate.law_controls]
+    for error, is_seen in seen:
+        yield (
+            f"Control {error}: "
+            + ("rejected, as it must be." if is_seen else "not rejected; with this drafter it errs too little to show.")
+        )
 
 
 def _describe_power(law: LawResult) -> Iterator[str]:
@@ -122,7 +148,7 @@ def _shapes(shapes: Seq[tuple[str, float]]) -> list[tuple[str, str]]:
 def _identity_table(certificate: Certificate) -> Table:
     return Table(
         "Tokens and rows of logits against plain decoding",
-        ("way", "temperature", "budget", "batch", "same texts", "same rows", "accepted", "tokens per step", "finding"),
+        ("way", "T", "budget", "batch", "same texts", "same rows", "accepted", "per step", "finding"),
         tuple(
             (
                 _name(result),
@@ -137,6 +163,7 @@ def _identity_table(certificate: Certificate) -> Table:
             )
             for result in (*certificate.identity, *certificate.identity_controls)
         ),
+        details=(7,),
     )
 
 
@@ -146,7 +173,7 @@ def _law_table(results: Seq[LawResult]) -> Table:
         ("verifier", "draws", "accepted", "largest e-value", "limit", "finding"),
         tuple(
             (
-                result.name if result.error is None else f"control {result.name}: {result.error}",
+                result.name if result.error is None else f"control {result.name}",
                 str(result.num_draws),
                 f"{result.num_accepted_tokens} of {result.num_draft_tokens}",
                 e_to_text(result.log_e),
@@ -161,7 +188,7 @@ def _law_table(results: Seq[LawResult]) -> Table:
 
 
 def _control_finding(is_seen: bool) -> str:
-    return "rejected, as it must be" if is_seen else "not rejected"
+    return "rejected" if is_seen else "not rejected"
 
 
 def _prefix_table(certificate: Certificate, law: LawResult) -> Table:
@@ -181,6 +208,7 @@ def _prefix_table(certificate: Certificate, law: LawResult) -> Table:
         "The verifier's draws behind each beginning of an answer, by cells of the law",
         ("context", "behind tokens", "draws", "expected", "drawn", "e-value", "noticed from"),
         tuple(row(result) for result in law.prefixes),
+        details=(3, 4),
     )
 
 
