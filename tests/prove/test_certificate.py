@@ -19,6 +19,7 @@ from sakiyomi.params import SamplingParams
 from sakiyomi.prove.certificate import Certificate, certify, describe_model, digest
 from sakiyomi.prove.controls import AcceptControl, RedrawControl, ShiftControl
 from sakiyomi.prove.page import provenance_rows, render, tables
+from sakiyomi.tree import Draft
 
 SHORT = replace(PLAN, num_draws=400)
 
@@ -78,6 +79,23 @@ def test_nothing_drafted_is_void() -> None:
         certificate = certify(make_target(), lambda wrap: NoneDrafter(), make_verifier(rule), PROMPTS, SHORT)
         assert certificate.outcome == "void"
         assert "guessed nothing" in certificate.reason
+
+
+def test_a_setting_without_a_guess_is_void() -> None:
+    class SomeTimes(NoneDrafter):
+        def propose(self, sequences, budgets):
+            return [Draft.chain([0] if one.params.temperature != 0.7 else []) for one in sequences]
+
+    certificate = certify(make_target(), lambda wrap: SomeTimes(), make_verifier("rejection"), PROMPTS, SHORT)
+    assert certificate.outcome == "void"
+    assert "at temperature 0.7, top_p 0.9" in certificate.reason
+
+
+def test_at_temperature_0_rules_of_a_law_are_certified_by_their_tokens() -> None:
+    certificate = run("block", plan=replace(SHORT, settings=(SamplingParams(temperature=0.0),)))
+    assert certificate.outcome == "proven"
+    assert certificate.law is None
+    assert [control.error.partition(":")[0] for control in certificate.identity_controls] == ["accept", "shift"]
 
 
 def test_a_test_that_passes_wrong_verifiers_is_void(monkeypatch: pytest.MonkeyPatch) -> None:

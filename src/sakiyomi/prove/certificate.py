@@ -140,7 +140,8 @@ def certify(
         raise ParameterError("there are no prompts; give at least one.")
     started, cpu_started = time.perf_counter(), time.process_time()
     run = _Run(loaded.model, make_drafter, verifier, prompts, plan or Plan(), report)
-    certificate = run.certify_tokens() if verifier.is_lossless == "tokens" else run.certify_law()
+    has_law = verifier.is_lossless == "distribution" and not all(s.is_greedy for s in run.plan.settings)
+    certificate = run.certify_law() if has_law else run.certify_tokens()
     took = {
         "seconds": round(time.perf_counter() - started, 1),
         "cpu_seconds": round(time.process_time() - cpu_started, 1),
@@ -269,11 +270,14 @@ class _Run:
         greedy = [setting for setting in self.plan.settings if setting.is_greedy]
         sampled = [setting for setting in self.plan.settings if not setting.is_greedy]
         results: list[IdentityResult] = []
-        for setting in greedy:
+        texts: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        for setting in self.plan.settings:
             plains, noise = self._answer_plainly(setting)
-            ways = [way for way in self._ways(plains) if way.name == "drafter"]
-            results += [self._compare(way, plains, setting, noise) for way in ways]
-        law, controls, contexts = self._test_law(sampled)
+            texts += [(plain.prompt, plain.tokens) for plain in plains]
+            if setting.is_greedy:
+                ways = [way for way in self._ways(plains) if way.name == "drafter"]
+                results += [self._compare(way, plains, setting, noise) for way in ways]
+        law, controls, contexts = self._test_law(sampled, texts)
         return self._conclude(
             results,
             [],
@@ -281,16 +285,19 @@ class _Run:
             + (", and at temperature 0 every token is the one of plain decoding" if greedy else ""),
             is_refuted=any(result.finding == "fault" for result in results) or (law is not None and law.is_rejected),
             has_drafted=law is not None and law.num_draft_tokens > 0,
+            not_reached=[s for s in sampled if not any(context.name == describe_params(s) for context in contexts)],
             are_controls_seen=any(control.is_rejected for control in controls),
             law=law,
             law_controls=tuple(controls),
             contexts=contexts,
         )
 
-    def _test_law(self, settings: Seq[SamplingParams]) -> tuple[LawResult | None, list[LawResult], tuple[Context, ...]]:
+    def _test_law(
+        self, settings: Seq[SamplingParams], texts: Seq[tuple[Seq[int], Seq[int]]]
+    ) -> tuple[LawResult | None, list[LawResult], tuple[Context, ...]]:
         wrap = remember({})
         model, drafter = wrap(self.model), self.make_drafter(wrap)
-        contexts = [context for setting in settings for context in self._find_contexts(model, drafter, setting)]
+        contexts = [context for setting in settings for context in self._find_contexts(model, drafter, setting, texts)]
         if not contexts:
             return None, [], ()
         bench, num = Bench(model, drafter, contexts), self.plan.num_draws
@@ -309,16 +316,15 @@ class _Run:
         controls = [test(control(self.verifier), control.name, control.error) for control in CONTROLS]
         return law, controls, tuple(contexts)
 
-    def _find_contexts(self, model: MemoModel, drafter: Drafter, setting: SamplingParams) -> list[Context]:
-        plains, _ = self._answer_plainly(setting)
+    def _find_contexts(
+        self, model: MemoModel, drafter: Drafter, setting: SamplingParams, texts: Seq[tuple[Seq[int], Seq[int]]]
+    ) -> list[Context]:
         self.report(f"contexts, {describe_params(setting)}", 0, 1)
         params = replace(setting, max_tokens=None, ignore_eos=True)
 
         def make(tokens: tuple[int, ...], num_prompt: int) -> Context:
-            name = f"{describe_params(setting)}, {len(tokens)} tokens"
-            return Context(name, tokens, num_prompt, params, self.plan.budget or CHAIN_BUDGET)
+            return Context(describe_params(setting), tokens, num_prompt, params, self.plan.budget or CHAIN_BUDGET)
 
-        texts = [(plain.prompt, plain.tokens) for plain in plains]
         found = find_contexts(model, drafter, texts, make, self.plan.num_contexts)
         if self.plan.budget is None and found and drafts_trees(model, drafter, found[0]):
             found = [replace(context, budget=TREE_BUDGET) for context in found]
@@ -335,6 +341,7 @@ class _Run:
         is_refuted: bool,
         has_drafted: bool,
         are_controls_seen: bool,
+        not_reached: Seq[SamplingParams] = (),
         law: LawResult | None = None,
         law_controls: tuple[LawResult, ...] = (),
         contexts: tuple[Context, ...] = (),
@@ -345,6 +352,9 @@ class _Run:
             outcome, reason = "refuted", "the verifier failed a test; see the evidence"
         elif not has_drafted:
             outcome, reason = "void", "the drafter guessed nothing where it was tested; give other prompts or a drafter"
+        elif not_reached:
+            names = "; ".join(describe_params(setting) for setting in not_reached)
+            outcome, reason = "void", f"the drafter guessed nothing at {names}; give other prompts or a drafter"
         elif not are_controls_seen:
             outcome, reason = "void", "a verifier that is wrong on purpose passed the test, so the test shows nothing"
         return Certificate(

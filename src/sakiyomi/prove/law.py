@@ -388,7 +388,8 @@ def find_contexts(
         for prompt, answer in texts
     ]
     turns = range(max((len(places) for places in ranked), default=0))
-    return [places[turn] for turn in turns for places in ranked if turn < len(places)][:count]
+    found = (places[turn] for turn in turns for places in ranked if turn < len(places))
+    return list({context.tokens: context for context in found}.values())[:count]  # answers may begin alike
 
 
 def _rank_places(model: MemoModel, drafter: Drafter, places: Seq[Context]) -> list[Context]:

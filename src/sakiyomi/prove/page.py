@@ -10,7 +10,7 @@ from math import inf, log, log10
 
 from sakiyomi.prove.certificate import Certificate
 from sakiyomi.prove.identity import IdentityResult
-from sakiyomi.prove.law import ALPHA, POWER, LawResult, PrefixResult
+from sakiyomi.prove.law import ALPHA, POWER, Context, LawResult, PrefixResult
 from sakiyomi.prove.sequential import e_to_text
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 760, 300, 56, 36, 12
@@ -195,7 +195,7 @@ def _prefix_table(certificate: Certificate, law: LawResult) -> Table:
     def row(result: PrefixResult) -> tuple[str, ...]:
         total = max(sum(result.counts), 1)
         return (
-            f"{result.context}: {certificate.contexts[result.context].name}",
+            f"{result.context}: {_describe_context(certificate.contexts[result.context])}",
             " ".join(map(str, result.prefix)) or "(first token)",
             str(sum(result.counts)),
             " ".join(f"{p:.3f}" for p in result.probs),
@@ -245,6 +245,10 @@ def render(certificate: Certificate) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>sakiyomi certificate: {outcome}</title><style>{STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
     )
+
+
+def _describe_context(context: Context) -> str:
+    return f"{context.name}, {len(context.tokens)} tokens"
 
 
 def _table(table: Table) -> str:
