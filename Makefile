@@ -1,4 +1,4 @@
-# make setup | check | test | demo | build | clean        (PYTHON=python3.12 picks another interpreter)
+# make setup | check | test | demo | build | sanitize | clean        (PYTHON=python3.12 picks another interpreter)
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 NATIVE_SOURCES := CMakeLists.txt pyproject.toml $(wildcard csrc/* csrc/*/*)
 
-.PHONY: help setup build check test demo clean
+.PHONY: help setup build check test demo sanitize clean
 
 help:
 	@sed -n '1s/^# //p' Makefile
@@ -59,6 +59,14 @@ test:
 
 demo: build
 	@$(BIN)/sakiyomi demo
+
+# The kernels under AddressSanitizer and UndefinedBehaviorSanitizer. The built package is put back by the next `make`.
+sanitize: setup
+	@rm -f $(VENV)/.built
+	@$(PIP) install --no-build-isolation --config-settings build-dir=build/sanitize \
+		--config-settings cmake.define.SAKIYOMI_SANITIZE=ON --editable .
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
+		$(BIN)/python -m pytest -q tests/ops/test_native.py tests/ops/test_bitwise.py tests/test_cache.py tests/models
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -20,9 +20,8 @@ from hashlib import blake2b
 from pathlib import Path
 
 from sakiyomi import LLM, RequestOutput, SamplingParams
-from sakiyomi.assemble import LoadedModel, ModelOptions, load_model
+from sakiyomi.assemble import LoadedModel, ModelOptions, load_model, make_drafter
 from sakiyomi.drafters.model import ModelDrafter
-from sakiyomi.drafters.ngram import NgramDrafter
 from sakiyomi.drafters.none import NoneDrafter
 from sakiyomi.drafters.planted import PlantedDrafter, scatter
 from sakiyomi.types import Cache, Drafter, DrafterContext, History, Model, Output, Span
@@ -35,6 +34,7 @@ OWN_PROMPTS = (
     "Write a short poem about the sea, then repeat its first line three times.",
     "List the first ten prime numbers, then list them again in reverse order.",
 )
+LOOKUP_DRAFTERS = ("ngram", "suffix", "combined:mode=merge,parts=suffix+ngram")
 TEMPERATURES = (0.0, 0.7, 1.0)
 SINGLE_TURN_GROUPS = ("translation", "summarization", "qa", "math_reasoning", "rag")
 
@@ -121,7 +121,8 @@ def _drafters(loaded: LoadedModel, truth: Mapping[tuple[int, ...], Seq[int]]) ->
     model = loaded.model
     itself = ModelDrafter(ModelDrafter.Config(model="itself"), DrafterContext(model, lambda name: model))
     trees = PlantedDrafter(PlantedDrafter.Config(script=scatter(truth, 12, model.info.vocab_size)))
-    return {"none": NoneDrafter(), "ngram": NgramDrafter(), "model": itself, "planted": trees}
+    lookup = {name: make_drafter(name, loaded, ModelOptions()) for name in LOOKUP_DRAFTERS}
+    return {"none": NoneDrafter(), **lookup, "model": itself, "planted": trees}
 
 
 def answer(
@@ -160,7 +161,7 @@ def _compare(
 def _format(row: Row) -> str:
     verdict = "identical" if row.is_identical else "DIFFERENT"
     return (
-        f"{row.drafter:8} temperature {row.temperature:3} batch {row.batch}   {verdict}   "
+        f"{row.drafter:38} temperature {row.temperature:3} batch {row.batch}   {verdict}   "
         f"ids {row.num_same_ids}/{row.num_prompts}   rows {row.num_same_rows}/{row.num_rows}   "
         f"accepted {row.num_accepted_tokens}/{row.num_draft_tokens}   tokens per step {row.mean_acceptance_length:.2f}"
     )

@@ -81,68 +81,99 @@ struct Heads {
     }
 };
 
+// Neighbouring rows of one sequence.
+struct RowRun {
+    std::int64_t first, count;
+};
+
 // All rows and heads of an attention, cut into items that threads may take in any way.
 struct Attention {
     const Kernels* kernels;
     const RowPlan* plan;
     Heads heads;
     bool is_half;
-    std::int64_t window;  // 0: all positions
     float scale;
     const float* queries;
     std::int64_t query_stride;
     float* outputs;
     std::int64_t output_stride;
-    std::int64_t heads_per_item;
+    std::int64_t rows_per_item, heads_per_item;
+    std::vector<RowRun> runs;
 
-    // How many heads that share keys go together: reading a key costs about as much as scoring it for two or three heads,
-    // but too few items leave threads idle.
+    // How many rows of a sequence and heads that share keys go together: reading a key costs as much as using it for one
+    // row and head or two, but too few items leave threads idle.
     void choose_items(int num_threads) {
-        std::int64_t best = INT64_MAX, best_heads = 1;
-        for (heads_per_item = 1; heads_per_item <= heads.group() && heads_per_item <= 4; ++heads_per_item) {
-            const std::int64_t cost = (num_items() + num_threads - 1) / num_threads * (5 + 2 * heads_per_item);
-            if (cost > best) continue;
-            best = cost;
-            best_heads = heads_per_item;
+        std::int64_t best = INT64_MAX, best_rows = 1, best_heads = 1;
+        for (rows_per_item = kAttendRows; rows_per_item >= 1; rows_per_item /= 2) {
+            cut_runs();
+            for (heads_per_item = heads.group() < 4 ? heads.group() : 4; heads_per_item >= 1; --heads_per_item) {
+                const std::int64_t share = (num_items() + num_threads - 1) / num_threads;
+                const std::int64_t cost = share * (3 + 2 * heads_per_item * largest_run());
+                if (cost >= best) continue;
+                best = cost;
+                best_rows = rows_per_item;
+                best_heads = heads_per_item;
+            }
         }
+        rows_per_item = best_rows;
         heads_per_item = best_heads;
+        cut_runs();
     }
     std::int64_t items_per_group() const { return (heads.group() + heads_per_item - 1) / heads_per_item; }
-    std::int64_t num_items() const {
-        return static_cast<std::int64_t>(plan->rows.size()) * heads.num_kv_heads * items_per_group();
-    }
+    std::int64_t num_items() const { return static_cast<std::int64_t>(runs.size()) * heads.num_kv_heads * items_per_group(); }
 
     struct Done {
-        std::int64_t row, first_head, num_heads;
+        std::int64_t row, num_rows, first_head, num_heads;
     };
 
-    // views[sequence]. Items run over rows first, so that neighbours read the same keys.
-    Done run_item(std::int64_t item, const KeyRows* views) const {
-        const std::int64_t num_rows = static_cast<std::int64_t>(plan->rows.size());
-        const std::int64_t row = item % num_rows, part = item / num_rows;
+    // views[sequence]; a window of 0 sees all positions. Items run over rows first, so that neighbours read the same keys.
+    Done run_item(std::int64_t item, const KeyRows* views, std::int64_t window) const {
+        const std::int64_t num_runs = static_cast<std::int64_t>(runs.size());
+        const RowRun& run = runs[static_cast<std::size_t>(item % num_runs)];
+        const std::int64_t part = item / num_runs;
         const std::int64_t kv_head = part / items_per_group(), offset = part % items_per_group() * heads_per_item;
         const std::int64_t left = heads.group() - offset;
         const std::int64_t count = left < heads_per_item ? left : heads_per_item;
         const std::int64_t first_head = kv_head * heads.group() + offset;
-        const RowView& view = plan->rows[static_cast<std::size_t>(row)];
-        const KeyRows& cache = views[view.sequence];
+        const KeyRows& cache = views[plan->rows[static_cast<std::size_t>(run.first)].sequence];
         const std::int64_t size = is_half ? 2 : 4, base = kv_head * cache.head_stride * size;
-        const std::int64_t position = cache.length + view.num_own - 1;
-        AttendJob job;
-        job.queries = queries + row * query_stride + first_head * heads.head_dim;
-        job.num_queries = count;
-        job.head_dim = heads.head_dim;
-        job.keys = static_cast<const char*>(cache.keys) + base;
-        job.values = static_cast<const char*>(cache.values) + base;
-        job.key_stride = cache.row_stride;
-        job.length = cache.length;
-        job.chain = view.chain < 0 ? nullptr : plan->chains.data() + view.chain;
-        job.first = window > 0 && position >= window ? position - window + 1 : 0;
-        job.last = position;
-        job.scale = scale;
-        job.outputs = outputs + row * output_stride + first_head * heads.head_dim;
+        AttendRow rows[kAttendRows];
+        for (std::int64_t i = 0; i < run.count; ++i) {
+            const std::int64_t row = run.first + i;
+            const RowView& view = plan->rows[static_cast<std::size_t>(row)];
+            const std::int64_t position = cache.length + view.num_own - 1;
+            rows[i].queries = queries + row * query_stride + first_head * heads.head_dim;
+            rows[i].outputs = outputs + row * output_stride + first_head * heads.head_dim;
+            rows[i].chain = view.chain < 0 ? nullptr : plan->chains.data() + view.chain;
+            rows[i].first = window > 0 && position >= window ? position - window + 1 : 0;
+            rows[i].last = position;
+        }
+        const AttendJob job{rows, run.count, count, heads.head_dim, static_cast<const char*>(cache.keys) + base,
+                            static_cast<const char*>(cache.values) + base, cache.row_stride, cache.length, scale};
         (is_half ? kernels->attend_half : kernels->attend_float)(&job);
-        return {row, first_head, count};
+        return {run.first, run.count, first_head, count};
+    }
+
+   private:
+    // Runs of rows of one sequence, of nearly equal length.
+    void cut_runs() {
+        runs.clear();
+        const std::int64_t num_rows = static_cast<std::int64_t>(plan->rows.size());
+        for (std::int64_t begin = 0, end; begin < num_rows; begin = end) {
+            const std::int32_t sequence = plan->rows[static_cast<std::size_t>(begin)].sequence;
+            for (end = begin; end < num_rows && plan->rows[static_cast<std::size_t>(end)].sequence == sequence;) ++end;
+            const std::int64_t count = end - begin, parts = (count + rows_per_item - 1) / rows_per_item;
+            for (std::int64_t part = 0; part < parts; ++part) {
+                const std::int64_t first = begin + count * part / parts;
+                runs.push_back({first, begin + count * (part + 1) / parts - first});
+            }
+        }
+    }
+
+    std::int64_t largest_run() const {
+        std::int64_t most = 1;
+        for (const RowRun& run : runs) most = run.count > most ? run.count : most;
+        return most;
     }
 };
 

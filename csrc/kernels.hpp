@@ -13,19 +13,32 @@ enum {
     kLanes = 16,      // outputs in a block of a packed weight
     kGroup = 32,      // inputs that share a scale and a min
     kKeyBlock = 32,   // positions in a block of the online softmax
+    kAttendRows = 8,  // rows that share the conversion of a block
     kMaxHeadDim = 512,
-    kQuantBytes = kLanes * kGroup,                // a group's values: [kGroup / 4][kLanes][4]
-    kGroupBytes = kQuantBytes + kLanes * 2 * 2,   // and right behind them 16 scales and 16 mins in half precision
+    kHalvesBytes = kLanes * 2 * 2,                // 16 scales and 16 mins in half precision, behind a group's values
 };
+
+// How the numbers of a packed weight are stored; in blocks of 16 outputs, group after group of 32 inputs:
+//   kBytes     [8 quads][16 outputs][4] unsigned bytes, then the halves
+//   kNibbles   [4][16][4] bytes, quad k in the low and quad k + 4 in the high half of each, then the halves
+//   kFloats    [inputs][16 outputs] floats, no groups
+enum class Storage : uint8_t { kFloats, kBytes, kNibbles };
+
+inline int64_t value_bytes(Storage storage) { return storage == Storage::kNibbles ? kLanes * kGroup / 2 : kLanes * kGroup; }
+inline int64_t group_bytes(Storage storage) { return value_bytes(storage) + kHalvesBytes; }
+
+// Quantized rows, group after group: for all rows 32 int8 values, then for all rows a scale, then scale * sum of values.
+inline int64_t input_group_bytes(int64_t num_rows) { return (num_rows * (kGroup + 8) + 63) / 64 * 64; }
 
 // y[r, n] = residual[r, n] + (sum_k x[r, k] w[n, k] + bias[n]) for a range of blocks of 16 outputs n.
 struct LinearJob {
-    const uint8_t* weights;  // blocks of 16 outputs: group after group of kGroupBytes, or float [K][16]
+    Storage storage;
+    const uint8_t* weights;
     int64_t block_bytes;
     int64_t num_outputs;
     int64_t num_inputs;
-    const uint8_t* inputs;  // rows: float [K], or int8 [K], float scale [K / 32], float scale * sum [K / 32]
-    int64_t input_stride;   // bytes from row to row
+    const uint8_t* inputs;  // quantized rows, or floats
+    int64_t input_stride;   // of floats: bytes from row to row
     int64_t num_rows;
     const float* bias;      // or null
     const float* residual;  // or null; strided as `outputs`, which it may be
@@ -33,27 +46,33 @@ struct LinearJob {
     int64_t output_stride;  // floats from row to row
 };
 
-// Attention of up to four query heads of one row over the keys of one key/value head.
+// Attention of up to four query heads of each of a few rows over the keys of one key/value head.
 // The key at position p is row p of the cache below `length`, and row length + chain[p - length] from there on.
+struct AttendRow {
+    const float* queries;  // head h at queries + h * head_dim
+    float* outputs;        // likewise
+    const int32_t* chain;  // or null: row p everywhere
+    int64_t first, last;   // positions seen, both included
+};
+
 struct AttendJob {
-    const float* queries;  // query h at queries + h * head_dim
-    int64_t num_queries;   // 1 to 4
+    const AttendRow* rows;
+    int64_t num_rows;      // 1 to kAttendRows
+    int64_t num_heads;     // 1 to 4
     int64_t head_dim;
     const void* keys;
     const void* values;
     int64_t key_stride;    // elements from row to row
     int64_t length;
-    const int32_t* chain;  // or null: row p everywhere
-    int64_t first, last;   // positions seen, both included
     float scale;
-    float* outputs;        // like queries
 };
 
 struct Kernels {
     const char* name;
     void (*linear_quantized)(const LinearJob* job, int64_t first_block, int64_t last_block);
     void (*linear_dense)(const LinearJob* job, int64_t first_block, int64_t last_block);
-    void (*quantize)(const float* x, int64_t num_groups, int8_t* values, float* scales, float* scaled_sums);
+    // Row `row` of `num_rows` quantized rows, from the group at `out` on.
+    void (*quantize)(const float* x, int64_t num_groups, uint8_t* out, int64_t row, int64_t num_rows);
     void (*rms_norm)(const float* x, const float* weight, float eps, int64_t width, float* out);
     void (*rope)(const float* x, const float* cosines, const float* sines, int64_t half, float* out);
     void (*to_half)(const float* x, int64_t count, uint16_t* out);
@@ -69,6 +88,7 @@ extern const Kernels kPortableKernels;
 #ifdef SAKIYOMI_X86
 extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
+
 #endif
 
 // The table in use: the widest that the machine runs, or the one that SAKIYOMI_ISA names. Throws std::invalid_argument.

@@ -6,15 +6,19 @@
 namespace {
 
 using sakiyomi::AttendJob;
+using sakiyomi::AttendRow;
+using sakiyomi::kAttendRows;
 using sakiyomi::kGroup;
-using sakiyomi::kGroupBytes;
+using sakiyomi::group_bytes;
+using sakiyomi::input_group_bytes;
 using sakiyomi::kKeyBlock;
 using sakiyomi::kLanes;
 using sakiyomi::kMaxHeadDim;
-using sakiyomi::kQuantBytes;
 using sakiyomi::LinearJob;
+using sakiyomi::Storage;
+using sakiyomi::value_bytes;
 
-enum { kAheadBytes = 2304 };  // four groups: far enough for memory to answer, near enough to stay in the first cache
+enum { kAheadBytes = 1920 };  // six groups of nibbles: far enough for memory to answer, near enough to stay in the first cache
 
 inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -37,52 +41,176 @@ inline void store_outputs(const LinearJob& job, int64_t row, int64_t block, Vf v
     }
 }
 
-template <int ROWS, int BLOCKS, bool IS_FIRST_PASS>
-void quantized_tile(const LinearJob& job, int64_t row, int64_t block) {
-    const int64_t num_groups = job.num_inputs / kGroup;
-    const uint8_t* weights = job.weights + block * job.block_bytes;
-    const int8_t* values[ROWS];
-    const float* scales[ROWS];
-    for (int r = 0; r < ROWS; ++r) {
-        const uint8_t* input = job.inputs + (row + r) * job.input_stride;
-        values[r] = reinterpret_cast<const int8_t*>(input);
-        scales[r] = reinterpret_cast<const float*>(input + job.num_inputs);
-    }
-    Vf total[ROWS][BLOCKS];
+// Dot products of a group of weights with a group of each row; exact integers in whatever order.
+template <Storage STORAGE, int ROWS, int BLOCKS>
+inline __attribute__((always_inline)) void dot_group(const uint8_t* weights, int64_t block_bytes, const int8_t* values,
+                                                     Vi (*sums)[BLOCKS]) {
     for (int r = 0; r < ROWS; ++r)
-        for (int b = 0; b < BLOCKS; ++b) total[r][b] = set1(0.0f);
-    for (int64_t group = 0; group < num_groups; ++group) {
-        const uint8_t* here = weights + group * kGroupBytes;
-        if (IS_FIRST_PASS) {
-            const uint8_t* ahead = here + kAheadBytes;
-            if (ahead >= weights + job.block_bytes) ahead += (BLOCKS - 1) * job.block_bytes;
-            for (int b = 0; b < BLOCKS; ++b)
-                for (int line = 0; line < kGroupBytes; line += 64) prefetch(ahead + b * job.block_bytes + line);
-        }
-        Vi sums[ROWS][BLOCKS];
-        for (int r = 0; r < ROWS; ++r)
-            for (int b = 0; b < BLOCKS; ++b) sums[r][b] = zero_int();
-#pragma GCC unroll 8
-        for (int k = 0; k < kGroup / 4; ++k) {
-            Wq w[BLOCKS];
-            for (int b = 0; b < BLOCKS; ++b) w[b] = load_weights(here + b * job.block_bytes + k * 4 * kLanes);
+        for (int b = 0; b < BLOCKS; ++b) sums[r][b] = zero_int();
+    Wq w[BLOCKS];
+    if (STORAGE == Storage::kNibbles) {
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; ++k) {
+            for (int b = 0; b < BLOCKS; ++b) w[b] = load_high(weights + b * block_bytes + k * 4 * kLanes);
             for (int r = 0; r < ROWS; ++r) {
-                const Aq a = load_inputs(values[r] + group * kGroup + k * 4);
+                const Aq a = load_inputs(values + r * kGroup + (k + 4) * 4);
                 for (int b = 0; b < BLOCKS; ++b) sums[r][b] = dot4(sums[r][b], w[b], a);
             }
         }
-        for (int b = 0; b < BLOCKS; ++b) {
-            const uint16_t* halves = reinterpret_cast<const uint16_t*>(here + b * job.block_bytes + kQuantBytes);
-            const Vf scale = load(halves), low = load(halves + kLanes);
+        for (int r = 0; r < ROWS; ++r)
+            for (int b = 0; b < BLOCKS; ++b) sums[r][b] = shift_high(sums[r][b]);
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; ++k) {
+            for (int b = 0; b < BLOCKS; ++b) w[b] = load_low(weights + b * block_bytes + k * 4 * kLanes);
             for (int r = 0; r < ROWS; ++r) {
-                const Vf product = mul(scale, set1(scales[r][group]));
-                total[r][b] = fma(to_float(sums[r][b]), product, total[r][b]);
-                total[r][b] = fma(low, set1(scales[r][num_groups + group]), total[r][b]);
+                const Aq a = load_inputs(values + r * kGroup + k * 4);
+                for (int b = 0; b < BLOCKS; ++b) sums[r][b] = dot4(sums[r][b], w[b], a);
+            }
+        }
+    } else {
+#pragma GCC unroll 8
+        for (int k = 0; k < 8; ++k) {
+            for (int b = 0; b < BLOCKS; ++b) w[b] = load_weights(weights + b * block_bytes + k * 4 * kLanes);
+            for (int r = 0; r < ROWS; ++r) {
+                const Aq a = load_inputs(values + r * kGroup + k * 4);
+                for (int b = 0; b < BLOCKS; ++b) sums[r][b] = dot4(sums[r][b], w[b], a);
             }
         }
     }
+}
+
+// What a group adds to the totals of one row and block: the only rounding steps of a quantized product.
+inline Vf add_group(Vf total, Vf sum, Vf scale, Vf low, const float* input_scale, const float* input_sum) {
+    total = fma(sum, mul(scale, set1(*input_scale)), total);
+    return fma(low, set1(*input_sum), total);
+}
+
+// What to fetch while a tile is computed: for each of its groups one of blocks first, first + step, ... at `next`; from
+// `end` on those of the following tile. Null: nothing.
+struct Ahead {
+    const uint8_t* next;
+    const uint8_t* end;
+    int64_t first, step;
+};
+
+template <Storage STORAGE, int BLOCKS>
+inline void fetch_ahead(Ahead& ahead, int64_t block_bytes) {
+    if (ahead.next == nullptr) return;
+    if (ahead.next >= ahead.end) {
+        ahead.next += (BLOCKS - 1) * block_bytes;
+        ahead.end = ahead.next + BLOCKS * block_bytes;
+    }
+    constexpr int kBytes = STORAGE == Storage::kNibbles ? 320 : 576;
+    if (ahead.step == 1) {
+        for (int b = 0; b < BLOCKS; ++b)
+            for (int line = 0; line < kBytes; line += 64) prefetch(ahead.next + b * block_bytes + line);
+    } else {
+        for (int64_t b = ahead.first; b < BLOCKS; b += ahead.step)
+            for (int line = 0; line < kBytes; line += 64) prefetch(ahead.next + b * block_bytes + line);
+    }
+    ahead.next += kBytes;
+}
+
+// totals [ROWS][BLOCKS][16] is memory, so that the integer sums may have the registers.
+template <Storage STORAGE, int ROWS, int BLOCKS>
+__attribute__((noinline)) void quantized_tile(const LinearJob& job, int64_t row, int64_t block,
+                                              float* totals, Ahead ahead) {
+    const int64_t num_groups = job.num_inputs / kGroup, input_bytes = input_group_bytes(job.num_rows);
+    const uint8_t* weights = job.weights + block * job.block_bytes;
+    const uint8_t* group_inputs = job.inputs;
+    for (int i = 0; i < ROWS * BLOCKS; ++i) store(totals + i * kLanes, set1(0.0f));
+    for (int64_t group = 0; group < num_groups; ++group) {
+        fetch_ahead<STORAGE, BLOCKS>(ahead, job.block_bytes);
+        Vi sums[ROWS][BLOCKS];
+        dot_group<STORAGE, ROWS, BLOCKS>(weights, job.block_bytes,
+                                         reinterpret_cast<const int8_t*>(group_inputs) + row * kGroup, sums);
+        const float* scales = reinterpret_cast<const float*>(group_inputs + job.num_rows * kGroup) + row;
+        const float* scaled_sums = scales + job.num_rows;
+        for (int b = 0; b < BLOCKS; ++b) {
+            const uint16_t* halves = reinterpret_cast<const uint16_t*>(weights + b * job.block_bytes + value_bytes(STORAGE));
+            const Vf scale = load(halves), low = load(halves + kLanes);
+            for (int r = 0; r < ROWS; ++r) {
+                float* total = totals + (r * BLOCKS + b) * kLanes;
+                store(total, add_group(load(total), to_float(sums[r][b]), scale, low, scales + r, scaled_sums + r));
+            }
+        }
+        weights += group_bytes(STORAGE);
+        group_inputs += input_bytes;
+    }
     for (int r = 0; r < ROWS; ++r)
-        for (int b = 0; b < BLOCKS; ++b) store_outputs(job, row + r, block + b, total[r][b]);
+        for (int b = 0; b < BLOCKS; ++b) store_outputs(job, row + r, block + b, load(totals + (r * BLOCKS + b) * kLanes));
+}
+
+template <Storage STORAGE, int ROWS>
+void run_tile(const LinearJob& job, int64_t row, int64_t block, int64_t num_blocks,
+              float* totals, Ahead ahead) {
+    constexpr int kMost = blocks_for(ROWS);
+    for (int64_t b = 0; b < num_blocks;) {
+        const int64_t left = num_blocks - b;
+        int64_t taken = 1;
+        if (left >= kMost) {
+            taken = kMost;
+            quantized_tile<STORAGE, ROWS, kMost>(job, row, block + b, totals, ahead);
+        } else if (kMost > 2 && left >= 2) {
+            taken = 2;
+            quantized_tile<STORAGE, ROWS, (kMost > 2 ? 2 : 1)>(job, row, block + b, totals, ahead);
+        } else {
+            quantized_tile<STORAGE, ROWS, 1>(job, row, block + b, totals, ahead);
+        }
+        if (ahead.next != nullptr) {
+            ahead.next += taken * job.block_bytes;
+            ahead.end += taken * job.block_bytes;
+        }
+        b += taken;
+    }
+}
+
+template <Storage STORAGE>
+void run_rows(const LinearJob& job, int64_t row, int64_t count, int64_t block,
+              int64_t num_blocks, float* totals, Ahead ahead) {
+#define SAKIYOMI_ROWS(n) \
+    case n: return run_tile<STORAGE, (n <= kTileRows ? n : 1)>(job, row, block, num_blocks, totals, ahead)
+    switch (count) {
+        SAKIYOMI_ROWS(1);
+        SAKIYOMI_ROWS(2);
+        SAKIYOMI_ROWS(3);
+        SAKIYOMI_ROWS(4);
+        SAKIYOMI_ROWS(5);
+        SAKIYOMI_ROWS(6);
+        SAKIYOMI_ROWS(7);
+        SAKIYOMI_ROWS(8);
+    }
+#undef SAKIYOMI_ROWS
+}
+
+// All rows over a few neighbouring blocks, in tiles of nearly equal size. The first one streams the blocks, or, where
+// there are more, each fetches a share of the next blocks, so that memory works all the time.
+template <Storage STORAGE>
+void run_quantized(const LinearJob& job, int64_t first_block, int64_t last_block) {
+    alignas(64) float totals[kTileRows * kTileBlocks * kLanes];
+    const int64_t num_tiles = (job.num_rows + kTileRows - 1) / kTileRows;
+    for (int64_t block = first_block; block < last_block; block += kTileBlocks) {
+        const int64_t num_blocks = min_of(kTileBlocks, last_block - block);
+        const uint8_t* weights = job.weights + block * job.block_bytes;
+        if (num_tiles == 1) {
+            const Ahead near{weights + kAheadBytes, weights + job.block_bytes, 0, 1};
+            run_rows<STORAGE>(job, 0, job.num_rows, block, num_blocks, totals, near);
+            continue;
+        }
+        const uint8_t* next = (block + kTileBlocks) * kLanes < job.num_outputs ? weights + kTileBlocks * job.block_bytes : nullptr;
+        for (int64_t tile = 0; tile < num_tiles; ++tile) {
+            const int64_t row = job.num_rows * tile / num_tiles, end = job.num_rows * (tile + 1) / num_tiles;
+            const Ahead share{next, next + job.block_bytes, tile, num_tiles};
+            run_rows<STORAGE>(job, row, end - row, block, num_blocks, totals, share);
+        }
+    }
+}
+
+void linear_quantized(const LinearJob* job, int64_t first_block, int64_t last_block) {
+    if (job->storage == Storage::kNibbles)
+        run_quantized<Storage::kNibbles>(*job, first_block, last_block);
+    else
+        run_quantized<Storage::kBytes>(*job, first_block, last_block);
 }
 
 template <int ROWS, int BLOCKS, bool IS_FIRST_PASS>
@@ -108,58 +236,47 @@ void dense_tile(const LinearJob& job, int64_t row, int64_t block) {
         for (int b = 0; b < BLOCKS; ++b) store_outputs(job, row + r, block + b, total[r][b]);
 }
 
-struct QuantizedTile {
-    template <int ROWS, int BLOCKS, bool IS_FIRST_PASS>
-    static void run(const LinearJob& job, int64_t row, int64_t block) {
-        quantized_tile<ROWS, BLOCKS, IS_FIRST_PASS>(job, row, block);
-    }
-};
-struct DenseTile {
-    template <int ROWS, int BLOCKS, bool IS_FIRST_PASS>
-    static void run(const LinearJob& job, int64_t row, int64_t block) {
-        dense_tile<ROWS, BLOCKS, IS_FIRST_PASS>(job, row, block);
-    }
-};
-
-template <class Tile, int BLOCKS, bool IS_FIRST_PASS>
-void run_rows(const LinearJob& job, int64_t row, int64_t count, int64_t block) {
+template <int BLOCKS, bool IS_FIRST_PASS>
+void dense_rows(const LinearJob& job, int64_t row, int64_t count, int64_t block) {
     switch (count) {
-        case 1: return Tile::template run<1, BLOCKS, IS_FIRST_PASS>(job, row, block);
-        case 2: return Tile::template run<2, BLOCKS, IS_FIRST_PASS>(job, row, block);
-        case 3: return Tile::template run<3, BLOCKS, IS_FIRST_PASS>(job, row, block);
-        default: return Tile::template run<4, BLOCKS, IS_FIRST_PASS>(job, row, block);
+        case 1: return dense_tile<1, BLOCKS, IS_FIRST_PASS>(job, row, block);
+        case 2: return dense_tile<2, BLOCKS, IS_FIRST_PASS>(job, row, block);
+        case 3: return dense_tile<3, BLOCKS, IS_FIRST_PASS>(job, row, block);
+        default: return dense_tile<4, BLOCKS, IS_FIRST_PASS>(job, row, block);
     }
 }
 
 // All rows over a few neighbouring blocks: the first pass streams them, later passes find them in the cache.
-template <class Tile, int BLOCKS>
-void run_blocks(const LinearJob& job, int64_t block) {
-    run_rows<Tile, BLOCKS, true>(job, 0, min_of(kTileRows, job.num_rows), block);
-    for (int64_t row = kTileRows; row < job.num_rows; row += kTileRows)
-        run_rows<Tile, BLOCKS, false>(job, row, min_of(kTileRows, job.num_rows - row), block);
+template <int BLOCKS>
+void dense_blocks(const LinearJob& job, int64_t block) {
+    dense_rows<BLOCKS, true>(job, 0, min_of(kDenseRows, job.num_rows), block);
+    for (int64_t row = kDenseRows; row < job.num_rows; row += kDenseRows)
+        dense_rows<BLOCKS, false>(job, row, min_of(kDenseRows, job.num_rows - row), block);
 }
 
-template <class Tile>
-void run_linear(const LinearJob* job, int64_t first_block, int64_t last_block) {
+void linear_dense(const LinearJob* job, int64_t first_block, int64_t last_block) {
     int64_t block = first_block;
-    for (; block + kTileBlocks <= last_block; block += kTileBlocks) run_blocks<Tile, kTileBlocks>(*job, block);
-    for (; block < last_block; ++block) run_blocks<Tile, 1>(*job, block);
+    for (; block + kDenseBlocks <= last_block; block += kDenseBlocks) dense_blocks<kDenseBlocks>(*job, block);
+    for (; block < last_block; ++block) dense_blocks<1>(*job, block);
 }
 
 // ---------------------------------------------------------------------------------------------- rows
 
 // Symmetric 8-bit values in groups of 32: scale = largest magnitude / 127.
-void quantize(const float* x, int64_t num_groups, int8_t* values, float* scales, float* scaled_sums) {
-    for (int64_t group = 0; group < num_groups; ++group, x += kGroup, values += kGroup) {
+void quantize(const float* x, int64_t num_groups, uint8_t* out, int64_t row, int64_t num_rows) {
+    const int64_t step = input_group_bytes(num_rows);
+    for (int64_t group = 0; group < num_groups; ++group, x += kGroup, out += step) {
         const Vf x0 = load(x), x1 = load(x + kLanes);
         const float largest = reduce_max(max(abs(x0), abs(x1)));
         const bool is_zero = largest < 1e-30f;  // below this 127 / largest could overflow
         const float scale = is_zero ? 0.0f : largest / 127.0f, inverse = is_zero ? 0.0f : 127.0f / largest;
         const Vi v0 = round_to_int(mul(x0, set1(inverse))), v1 = round_to_int(mul(x1, set1(inverse)));
+        int8_t* values = reinterpret_cast<int8_t*>(out) + row * kGroup;
         store_int8(values, v0);
         store_int8(values + kLanes, v1);
-        scales[group] = scale;
-        scaled_sums[group] = scale * static_cast<float>(reduce_add(add(v0, v1)));
+        float* scales = reinterpret_cast<float*>(out + num_rows * kGroup) + row;
+        scales[0] = scale;
+        scales[num_rows] = scale * static_cast<float>(reduce_add(add(v0, v1)));
     }
 }
 
@@ -265,126 +382,199 @@ int64_t argmax(const float* x, int64_t count) {
 
 // ---------------------------------------------------------------------------------------------- attention
 
+// One row's softmax in progress over HEADS heads; vectors are padded with zeros to whole lanes.
+template <int HEADS>
+struct RowState {
+    float* queries;  // [HEADS][padded]
+    float* sums;     // [HEADS][padded]
+    float largest[HEADS], total[HEADS];
+};
+
+// The keys and values of a block of positions in float, one padded row per position from `low` to `high`.
+struct KeyBlock {
+    const float* keys;
+    const float* values;
+    int64_t padded;
+    int low, high;  // of 0 to kKeyBlock - 1
+};
+
+// A row of the cache in float, its tail filled with zeros.
 template <class Element>
-inline Vf load_part(const Element* p, int64_t index, int64_t whole, int64_t tail) {
-    return index < whole ? load(p + index * kLanes) : load_tail(p + index * kLanes, tail);
+inline void copy_row(const Element* row, int64_t dim, float* out) {
+    const int64_t whole = dim - dim % kLanes;
+    for (int64_t i = 0; i < whole; i += kLanes) store(out + i, load(row + i));
+    if (whole < dim) store(out + whole, load_tail(row + whole, dim - whole));
 }
 
 // sums[h] += weights[h][i] * value row i, in the order of i, for PARTS vectors of the head.
-template <class Element, int HEADS, int PARTS, bool HAS_TAIL>
-void add_values(const Element* const* rows, int count, const float (*weights)[kKeyBlock], int64_t offset, int64_t tail,
-                float (*sums)[kMaxHeadDim]) {
+template <int HEADS, int PARTS>
+inline void add_values(const KeyBlock& block, const float (*weights)[kKeyBlock], int64_t offset, float* sums) {
     Vf total[HEADS][PARTS];
     for (int h = 0; h < HEADS; ++h)
-        for (int part = 0; part < PARTS; ++part) total[h][part] = load(sums[h] + offset + part * kLanes);
-    for (int i = 0; i < count; ++i) {
+        for (int part = 0; part < PARTS; ++part) total[h][part] = load(sums + h * block.padded + offset + part * kLanes);
+    for (int i = block.low; i <= block.high; ++i) {
+        const float* row = block.values + i * block.padded + offset;
         Vf value[PARTS];
-        for (int part = 0; part < PARTS; ++part) {
-            const Element* p = rows[i] + offset + part * kLanes;
-            value[part] = HAS_TAIL ? load_tail(p, tail) : load(p);
-        }
+        for (int part = 0; part < PARTS; ++part) value[part] = keep(load(row + part * kLanes));
         for (int h = 0; h < HEADS; ++h) {
             const Vf weight = set1(weights[h][i]);
             for (int part = 0; part < PARTS; ++part) total[h][part] = fma(value[part], weight, total[h][part]);
         }
     }
     for (int h = 0; h < HEADS; ++h)
-        for (int part = 0; part < PARTS; ++part) store(sums[h] + offset + part * kLanes, total[h][part]);
+        for (int part = 0; part < PARTS; ++part) store(sums + h * block.padded + offset + part * kLanes, total[h][part]);
 }
 
-// Online softmax (Milakov and Gimelshein, 2018) over blocks of positions that start at multiples of kKeyBlock.
-template <class Element, int HEADS>
-void attend_heads(const AttendJob& job) {
-    const int64_t dim = job.head_dim, whole = dim / kLanes, tail = dim % kLanes, num_parts = whole + (tail != 0);
-    const Element* keys = static_cast<const Element*>(job.keys);
-    const Element* values = static_cast<const Element*>(job.values);
-    alignas(64) float queries[HEADS][kMaxHeadDim], sums[HEADS][kMaxHeadDim];
+// scores[h][half + i] = scale * (query h . key half + i) for sixteen keys; those outside low..high repeat the nearest one.
+// PARTS is the number of vectors of a head, or 0 for any.
+template <int HEADS, int PARTS>
+inline void score_keys(const KeyBlock& block, int half, float scale, const float* queries, float (*scores)[kKeyBlock]) {
+    const int64_t padded = block.padded;
+    Vf query[HEADS][PARTS ? PARTS : 1];
+    for (int h = 0; h < HEADS; ++h)
+        for (int part = 0; part < PARTS; ++part) query[h][part] = load(queries + h * padded + part * kLanes);
+    Quad quads[HEADS][4];
+    for (int quad = 0; quad < 4; ++quad) {
+        Vf dots[HEADS][4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+            const int wanted = half + quad * 4 + i;
+            const float* key = block.keys + (wanted < block.low ? block.low : wanted > block.high ? block.high : wanted) * padded;
+            for (int h = 0; h < HEADS; ++h) dots[h][i] = set1(0.0f);
+            if constexpr (PARTS > 0) {
+#pragma GCC unroll 8
+                for (int part = 0; part < PARTS; ++part) {
+                    const Vf k = load(key + part * kLanes);
+                    for (int h = 0; h < HEADS; ++h) dots[h][i] = fma(k, query[h][part], dots[h][i]);
+                }
+            } else {
+                for (int64_t at = 0; at < padded; at += kLanes) {
+                    const Vf k = load(key + at);
+                    for (int h = 0; h < HEADS; ++h) dots[h][i] = fma(k, load(queries + h * padded + at), dots[h][i]);
+                }
+            }
+        }
+        for (int h = 0; h < HEADS; ++h) quads[h][quad] = reduce_add_four(dots[h]);
+    }
+    for (int h = 0; h < HEADS; ++h) store(scores[h] + half, mul(join_quads(quads[h]), set1(scale)));
+}
+
+// One step of the online softmax (Milakov and Gimelshein, 2018).
+template <int HEADS, int PARTS>
+void attend_block(const KeyBlock& block, float scale, RowState<HEADS>& state) {
+    const int64_t padded = block.padded, num_parts = PARTS ? PARTS : padded / kLanes;
+    const int low = block.low, high = block.high;
     alignas(64) float scores[HEADS][kKeyBlock];
     alignas(64) float rescale[kLanes] = {0.0f};
-    float largest[HEADS], total[HEADS];
-    for (int h = 0; h < HEADS; ++h) {
-        for (int64_t part = 0; part < num_parts; ++part) {
-            store(queries[h] + part * kLanes, load_part(job.queries + h * dim, part, whole, tail));
-            store(sums[h] + part * kLanes, set1(0.0f));
+    for (int half = 0; half < kKeyBlock; half += kLanes) {
+        if (half > high || half + kLanes <= low) {
+            for (int h = 0; h < HEADS; ++h) store(scores[h] + half, set1(-__builtin_inff()));
+            continue;
         }
-        largest[h] = -__builtin_inff();
-        total[h] = 0.0f;
+        score_keys<HEADS, PARTS>(block, half, scale, state.queries, scores);
     }
-    for (int64_t start = job.first - job.first % kKeyBlock; start <= job.last; start += kKeyBlock) {
-        const int low = static_cast<int>(max_of(job.first - start, 0));
-        const int high = static_cast<int>(min_of(job.last - start, kKeyBlock - 1));
-        int64_t rows[kKeyBlock];
-        for (int i = 0; i < kKeyBlock; ++i) {
-            const int64_t position = start + (i < low ? low : i > high ? high : i);
-            const bool is_chained = job.chain && position >= job.length;
-            rows[i] = is_chained ? job.length + job.chain[position - job.length] : position;
+    for (int h = 0; h < HEADS; ++h) {
+        for (int i = 0; i < low; ++i) scores[h][i] = -__builtin_inff();
+        for (int i = high + 1; i < kKeyBlock; ++i) scores[h][i] = -__builtin_inff();
+        const float block_largest = reduce_max(max(load(scores[h]), load(scores[h] + kLanes)));
+        const float now = state.largest[h] > block_largest ? state.largest[h] : block_largest;
+        rescale[h] = state.largest[h] - now;
+        state.largest[h] = now;
+    }
+    store(rescale, exp_clamped(load(rescale)));
+    for (int h = 0; h < HEADS; ++h) {
+        const Vf now = set1(state.largest[h]);
+        store(scores[h], exp_clamped(sub(load(scores[h]), now)));
+        store(scores[h] + kLanes, exp_clamped(sub(load(scores[h] + kLanes), now)));
+        for (int i = 0; i < low; ++i) scores[h][i] = 0.0f;
+        for (int i = high + 1; i < kKeyBlock; ++i) scores[h][i] = 0.0f;
+        const float sum = reduce_add(add(load(scores[h]), load(scores[h] + kLanes)));
+        state.total[h] = state.total[h] * rescale[h] + sum;
+        const Vf factor = set1(rescale[h]);
+        float* sums = state.sums + h * padded;
+        for (int64_t part = 0; part < num_parts; ++part)
+            store(sums + part * kLanes, mul(load(sums + part * kLanes), factor));
+    }
+    int64_t part = 0;
+    for (; part + 4 <= num_parts; part += 4) add_values<HEADS, 4>(block, scores, part * kLanes, state.sums);
+    for (; part < num_parts; ++part) add_values<HEADS, 1>(block, scores, part * kLanes, state.sums);
+}
+
+inline int position_in_block(int64_t position, int64_t start) {
+    return static_cast<int>(max_of(min_of(position - start, kKeyBlock - 1), 0));
+}
+
+// Blocks of positions start at multiples of kKeyBlock. One is converted once for all rows that see the same keys in it.
+template <class Element, int HEADS>
+void attend_heads(const AttendJob& job) {
+    const int64_t dim = job.head_dim, whole = dim - dim % kLanes, padded = (dim + kLanes - 1) / kLanes * kLanes;
+    const Element* keys = static_cast<const Element*>(job.keys);
+    const Element* values = static_cast<const Element*>(job.values);
+    alignas(64) float vectors[kAttendRows * HEADS * 2 * kMaxHeadDim];
+    alignas(64) float block_keys[kKeyBlock * kMaxHeadDim], block_values[kKeyBlock * kMaxHeadDim];
+    RowState<HEADS> states[kAttendRows];
+    int64_t first = job.rows[0].first, last = 0;
+    for (int64_t r = 0; r < job.num_rows; ++r) {
+        RowState<HEADS>& state = states[r];
+        state.queries = vectors + r * HEADS * 2 * padded;
+        state.sums = state.queries + HEADS * padded;
+        for (int h = 0; h < HEADS; ++h) {
+            copy_row(job.rows[r].queries + h * dim, dim, state.queries + h * padded);
+            for (int64_t i = 0; i < padded; i += kLanes) store(state.sums + h * padded + i, set1(0.0f));
+            state.largest[h] = -__builtin_inff();
+            state.total[h] = 0.0f;
         }
-        for (int half = 0; half < kKeyBlock; half += kLanes) {
-            if (half > high || half + kLanes <= low) {
-                for (int h = 0; h < HEADS; ++h) store(scores[h] + half, set1(-__builtin_inff()));
-                continue;
-            }
-            Vf partial[HEADS][kLanes];
-            for (int i = 0; i < kLanes; ++i) {
-                const Element* key = keys + rows[half + i] * job.key_stride;
-                Vf dot[HEADS];
-                for (int h = 0; h < HEADS; ++h) dot[h] = set1(0.0f);
-                for (int64_t part = 0; part < num_parts; ++part) {
-                    const Vf k = load_part(key, part, whole, tail);
-                    for (int h = 0; h < HEADS; ++h) dot[h] = fma(k, load(queries[h] + part * kLanes), dot[h]);
+        first = min_of(first, job.rows[r].first);
+        last = max_of(last, job.rows[r].last);
+    }
+    for (int64_t start = first - first % kKeyBlock; start <= last; start += kKeyBlock) {
+        const int64_t end = start + kKeyBlock - 1;
+        const auto sees = [&](const AttendRow& row) { return row.first <= end && row.last >= start; };
+        const auto is_plain = [&](const AttendRow& row) { return row.chain == nullptr || min_of(row.last, end) < job.length; };
+        int low = kKeyBlock, high = -1;
+        for (int64_t r = 0; r < job.num_rows; ++r) {
+            const AttendRow& row = job.rows[r];
+            if (!sees(row) || !is_plain(row)) continue;
+            low = static_cast<int>(min_of(low, position_in_block(row.first, start)));
+            high = static_cast<int>(max_of(high, position_in_block(row.last, start)));
+        }
+        for (int i = low; i <= high; ++i) {
+            copy_row(keys + (start + i) * job.key_stride, dim, block_keys + i * padded);
+            copy_row(values + (start + i) * job.key_stride, dim, block_values + i * padded);
+        }
+        for (int pass = 0; pass < 2; ++pass) {  // rows with keys of their own overwrite the common ones
+            for (int64_t r = 0; r < job.num_rows; ++r) {
+                const AttendRow& row = job.rows[r];
+                if (!sees(row) || is_plain(row) != (pass == 0)) continue;
+                const KeyBlock block{block_keys, block_values, padded, position_in_block(row.first, start),
+                                     position_in_block(row.last, start)};
+                for (int i = block.low; pass == 1 && i <= block.high; ++i) {
+                    const int64_t p = start + i, at = p < job.length ? p : job.length + row.chain[p - job.length];
+                    copy_row(keys + at * job.key_stride, dim, block_keys + i * padded);
+                    copy_row(values + at * job.key_stride, dim, block_values + i * padded);
                 }
-                for (int h = 0; h < HEADS; ++h) partial[h][i] = dot[h];
+                if (padded == 4 * kLanes)
+                    attend_block<HEADS, 4>(block, job.scale, states[r]);
+                else if (padded == 8 * kLanes)
+                    attend_block<HEADS, 8>(block, job.scale, states[r]);
+                else
+                    attend_block<HEADS, 0>(block, job.scale, states[r]);
             }
-            for (int h = 0; h < HEADS; ++h)
-                store(scores[h] + half, mul(reduce_add_rows(partial[h]), set1(job.scale)));
         }
-        for (int h = 0; h < HEADS; ++h) {
-            for (int i = 0; i < low; ++i) scores[h][i] = -__builtin_inff();
-            for (int i = high + 1; i < kKeyBlock; ++i) scores[h][i] = -__builtin_inff();
-            const float block_largest = reduce_max(max(load(scores[h]), load(scores[h] + kLanes)));
-            const float now = largest[h] > block_largest ? largest[h] : block_largest;
-            rescale[h] = largest[h] - now;
-            largest[h] = now;
-        }
-        store(rescale, exp_clamped(load(rescale)));
-        for (int h = 0; h < HEADS; ++h) {
-            const Vf now = set1(largest[h]);
-            store(scores[h], exp_clamped(sub(load(scores[h]), now)));
-            store(scores[h] + kLanes, exp_clamped(sub(load(scores[h] + kLanes), now)));
-            for (int i = 0; i < low; ++i) scores[h][i] = 0.0f;
-            for (int i = high + 1; i < kKeyBlock; ++i) scores[h][i] = 0.0f;
-            const float sum = reduce_add(add(load(scores[h]), load(scores[h] + kLanes)));
-            total[h] = total[h] * rescale[h] + sum;
-            const Vf factor = set1(rescale[h]);
-            for (int64_t part = 0; part < num_parts; ++part)
-                store(sums[h] + part * kLanes, mul(load(sums[h] + part * kLanes), factor));
-        }
-        const Element* value_rows[kKeyBlock];
-        float weights[HEADS][kKeyBlock];
-        const int count = high - low + 1;
-        for (int i = 0; i < count; ++i) {
-            value_rows[i] = values + rows[low + i] * job.key_stride;
-            for (int h = 0; h < HEADS; ++h) weights[h][i] = scores[h][low + i];
-        }
-        int64_t part = 0;
-        for (; part + 4 <= whole; part += 4)
-            add_values<Element, HEADS, 4, false>(value_rows, count, weights, part * kLanes, 0, sums);
-        for (; part < whole; ++part)
-            add_values<Element, HEADS, 1, false>(value_rows, count, weights, part * kLanes, 0, sums);
-        if (tail) add_values<Element, HEADS, 1, true>(value_rows, count, weights, part * kLanes, tail, sums);
     }
-    for (int h = 0; h < HEADS; ++h) {
-        const Vf denominator = set1(total[h]);
-        float* out = job.outputs + h * dim;
-        for (int64_t part = 0; part < whole; ++part)
-            store(out + part * kLanes, div(load(sums[h] + part * kLanes), denominator));
-        if (tail) store_tail(out + whole * kLanes, div(load(sums[h] + whole * kLanes), denominator), tail);
-    }
+    for (int64_t r = 0; r < job.num_rows; ++r)
+        for (int h = 0; h < HEADS; ++h) {
+            const Vf denominator = set1(states[r].total[h]);
+            const float* sums = states[r].sums + h * padded;
+            float* out = job.rows[r].outputs + h * dim;
+            for (int64_t i = 0; i < whole; i += kLanes) store(out + i, div(load(sums + i), denominator));
+            if (whole < dim) store_tail(out + whole, div(load(sums + whole), denominator), dim - whole);
+        }
 }
 
 template <class Element>
 void attend(const AttendJob* job) {
-    switch (job->num_queries) {
+    switch (job->num_heads) {
         case 1: return attend_heads<Element, 1>(*job);
         case 2: return attend_heads<Element, 2>(*job);
         case 3: return attend_heads<Element, 3>(*job);
@@ -396,6 +586,6 @@ void attend(const AttendJob* job) {
 
 #define SAKIYOMI_KERNELS(name)                                                                                     \
     {                                                                                                              \
-        name, run_linear<QuantizedTile>, run_linear<DenseTile>, quantize, rms_norm, rope, to_half, from_half,      \
+        name, linear_quantized, linear_dense, quantize, rms_norm, rope, to_half, from_half,      \
             attend<uint16_t>, attend<float>, silu_mul, add_rows, argmax                                            \
     }

@@ -80,24 +80,24 @@ void linear(Matrix x, const PackedWeight& weight, std::optional<Vector> bias, Ou
     check_threads(num_threads, kMaxThreads);
     const Kernels& kernel = kernels();
     const float* rows = x.data();
-    const std::int64_t stride = weight.is_quantized ? QuantizedRows::stride(width) : width * 4;
     nb::gil_scoped_release released;
     Pool::Lease lease(threads_for(num_threads, num_rows * width * weight.num_outputs / 8));
-    QuantizedRows quantized{nullptr, width};
-    if (weight.is_quantized)
-        quantized.bytes = reinterpret_cast<std::uint8_t*>(lease.scratch(static_cast<std::size_t>(num_rows * stride)));
-    const void* inputs = weight.is_quantized ? static_cast<const void*>(quantized.bytes) : rows;
-    const LinearJob job = linear_job(weight, inputs, stride, num_rows, bias ? bias->data() : nullptr, nullptr,
-                                     out.data(), weight.num_outputs);
+    QuantizedRows quantized{nullptr, width, num_rows};
+    if (weight.is_quantized())
+        quantized.bytes = reinterpret_cast<std::uint8_t*>(
+            lease.scratch(static_cast<std::size_t>(QuantizedRows::num_bytes(width, num_rows))));
+    const void* inputs = weight.is_quantized() ? static_cast<const void*>(quantized.bytes) : rows;
     lease.run([&](Team& team, int rank) {
-        if (weight.is_quantized) {
+        mark(Phase::kHead);  // the only matrix of a decoder that stands outside its stack
+        if (weight.is_quantized()) {
             const Range mine = split(num_rows, rank, team.size());
             for (std::int64_t row = mine.begin; row < mine.end; ++row)
                 quantized.write(kernel, row, rows + row * width, 0, width);
             team.barrier();
         }
-        const Range blocks = split(weight.num_blocks(), rank, team.size());
-        run_linear(kernel, weight, job, blocks.begin, blocks.end);
+        const LinearJob job = linear_job(weight, inputs, width * 4, num_rows, bias ? bias->data() : nullptr, nullptr,
+                                         out.data(), weight.num_outputs);
+        team.share(rank, num_shares(weight.num_blocks()), [&](std::int64_t item) { run_share(kernel, weight, job, item); });
     });
 }
 
@@ -164,15 +164,15 @@ void store(HeadsIn k, HeadsIn v, const nb::list& keys, const nb::list& values, c
     }
 }
 
-void run_attention(Attention& attention, const std::vector<KeyRows>& views, int num_threads, std::int64_t num_keys) {
+void run_attention(Attention& attention, const std::vector<KeyRows>& views, std::int64_t window, int num_threads,
+                   std::int64_t num_keys) {
     nb::gil_scoped_release released;
     const std::int64_t operations = num_keys * attention.heads.num_heads * attention.heads.head_dim / 4;
     const int useful = threads_for(check_threads(num_threads, kMaxThreads), operations);
     attention.choose_items(useful);
     Pool::Lease lease(useful);
     lease.run([&](Team& team, int rank) {
-        const Range mine = split(attention.num_items(), rank, team.size());
-        for (std::int64_t item = mine.begin; item < mine.end; ++item) attention.run_item(item, views.data());
+        team.share(rank, attention.num_items(), [&](std::int64_t item) { attention.run_item(item, views.data(), window); });
     });
 }
 
@@ -184,7 +184,7 @@ Attention describe_attention(HeadsIn q, std::int64_t num_kv_heads, const RowPlan
     const std::int64_t width = heads.num_heads * heads.head_dim;
     check_equal("the number of rows of out", size_of(out, 0), size_of(q, 0));
     check_equal("the width of out", size_of(out, 1), width);
-    return {&kernels(), &plan, heads, false, window, scale, q.data(), width, out.data(), width, 1};
+    return {&kernels(), &plan, heads, false, scale, q.data(), width, out.data(), width, 1, 1, {}};
 }
 
 void attend_cache(HeadsIn q, std::int64_t num_kv_heads, const nb::list& keys, const nb::list& values,
@@ -204,7 +204,7 @@ void attend_cache(HeadsIn q, std::int64_t num_kv_heads, const nb::list& keys, co
         views.push_back(caches.at(s, layer));
         num_keys += (lengths[s] + 1) * (bounds[s + 1] - bounds[s]);
     }
-    run_attention(attention, views, num_threads, num_keys);
+    run_attention(attention, views, window, num_threads, num_keys);
 }
 
 // Row r attends to rows columns[offsets[r]:offsets[r + 1]] of k and v, at positions 0, 1, ... in that order.
@@ -227,7 +227,7 @@ void attend_rows(HeadsIn q, HeadsIn k, HeadsIn v, In<std::int64_t, nb::ndim<1>> 
     if (num_rows == 0) return;
     plan.chains.assign(columns.data(), columns.data() + size_of(columns, 0));
     const KeyRows view{const_cast<float*>(k.data()), const_cast<float*>(v.data()), dim, num_kv_heads * dim, 0};
-    run_attention(attention, {view}, num_threads, size_of(columns, 0));
+    run_attention(attention, {view}, window, num_threads, size_of(columns, 0));
 }
 
 void silu_mul(Matrix gate_up, OutMatrix out, int num_threads) {

@@ -19,6 +19,8 @@
 #define SAKIYOMI_HAS_FORK 1
 #endif
 
+#include "profile.hpp"
+
 namespace sakiyomi {
 
 inline constexpr int kMaxThreads = 256;
@@ -68,32 +70,6 @@ class Gate {
     std::condition_variable awake_;
 };
 
-// The threads that run one body together.
-class Team {
-   public:
-    int size() const { return size_; }
-
-    // Everything written before it by any thread is seen after it by all.
-    void barrier() {
-        // Read before arriving: once the last thread has arrived, the next run may change the size.
-        const int size = size_;
-        if (size == 1) return;
-        const std::uint32_t phase = gate_.value();
-        if (num_arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
-            num_arrived_.store(0, std::memory_order_relaxed);
-            gate_.advance();
-        } else {
-            gate_.wait_past(phase, kBarrierSpins);
-        }
-    }
-
-   private:
-    friend class Pool;
-    int size_ = 1;
-    alignas(64) std::atomic<int> num_arrived_{0};
-    Gate gate_;
-};
-
 struct Range {
     std::int64_t begin, end;
 };
@@ -104,6 +80,93 @@ inline Range split(std::int64_t count, int rank, int size, std::int64_t unit = 1
     const std::int64_t begin = units * rank / size * unit, end = units * (rank + 1) / size * unit;
     return {begin < count ? begin : count, end < count ? end : count};
 }
+
+// The threads that run one body together.
+class Team {
+   public:
+    int size() const { return size_; }
+
+    // work(item) for every item below `count`, by whichever thread has time, then a barrier. Each thread walks its own
+    // share from the front, so that it streams memory; one that is done takes from the back of the others' shares.
+    // Every thread of the team calls this, in the same order.
+    template <class Work>
+    void share(int rank, std::int64_t count, Work&& work) {
+        share_then(rank, count, work, [] {});
+    }
+
+    // The same, with something that each thread does before it waits.
+    template <class Work, class Last>
+    void share_then(int rank, std::int64_t count, Work&& work, Last&& last) {
+        if (size_ == 1) {
+            for (std::int64_t item = 0; item < count; ++item) work(item);
+            return;
+        }
+        const int size = size_;
+        const std::int64_t run = count / kMostUnits + 1, num_units = (count + run - 1) / run;
+        const std::uint64_t turn = ++shares_[rank].turn;
+        for (int offset = 0; offset < size; ++offset) {
+            const int owner = rank + offset < size ? rank + offset : rank + offset - size;
+            for (std::int64_t unit; (unit = take(owner, size, turn, num_units, offset == 0)) >= 0;)
+                for (std::int64_t item = unit * run; item < count && item < (unit + 1) * run; ++item) work(item);
+        }
+        last();
+        barrier();
+    }
+
+    // Everything written before it by any thread is seen after it by all.
+    void barrier() {
+        // Read before arriving: once the last thread has arrived, the next run may change the size.
+        const int size = size_;
+        if (size == 1) return;
+        const Phase before = mark(Phase::kWait);
+        const std::uint32_t phase = gate_.value();
+        if (num_arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
+            num_arrived_.store(0, std::memory_order_relaxed);
+            gate_.advance();
+        } else {
+            gate_.wait_past(phase, kBarrierSpins);
+        }
+        mark(before);
+    }
+
+   private:
+    friend class Pool;
+    static constexpr std::int64_t kMostUnits = (std::int64_t{1} << 20) - 1;
+
+    // What is left of a thread's share: the turn that it belongs to (24 bits), the first item and the end (20 bits each).
+    struct alignas(64) Share {
+        std::atomic<std::uint64_t> left{0};
+        std::uint64_t turn = 0;  // of the owner
+    };
+
+    // Takes one unit of an owner's share, or returns -1. A share of an earlier turn is one that nobody has touched yet.
+    std::int64_t take(int owner, int size, std::uint64_t turn, std::int64_t count, bool from_front) {
+        std::atomic<std::uint64_t>& left = shares_[owner].left;
+        std::uint64_t seen = left.load(std::memory_order_relaxed);
+        for (;;) {
+            Range range = split(count, owner, size);
+            if (seen >> 40 == turn)
+                range = {static_cast<std::int64_t>(seen >> 20 & kMostUnits), static_cast<std::int64_t>(seen & kMostUnits)};
+            if (range.begin >= range.end) return -1;
+            const std::int64_t unit = from_front ? range.begin++ : --range.end;
+            const std::uint64_t now = turn << 40 | static_cast<std::uint64_t>(range.begin) << 20 | static_cast<std::uint64_t>(range.end);
+            if (left.compare_exchange_weak(seen, now, std::memory_order_relaxed)) return unit;
+        }
+    }
+
+    void start(int size) {
+        size_ = size;
+        for (int rank = 0; rank < size; ++rank) {
+            shares_[rank].left.store(0, std::memory_order_relaxed);
+            shares_[rank].turn = 0;
+        }
+    }
+
+    int size_ = 1;
+    alignas(64) std::atomic<int> num_arrived_{0};
+    Gate gate_;
+    Share shares_[kMaxThreads];
+};
 
 class Pool {
    public:
@@ -150,12 +213,13 @@ class Pool {
         start_workers(num_threads - 1);
         call_ = [](void* target, Team& team, int rank) { (*static_cast<Body*>(target))(team, rank); };
         target_ = const_cast<void*>(static_cast<const void*>(&body));
-        team_.size_ = num_threads;
+        team_.start(num_threads);
         for (int i = 0; i < num_threads - 1; ++i) workers_[i]->start.advance();
         // A library may have switched this thread to flushing subnormals; results must not depend on the thread.
         std::fenv_t environment;
         std::fegetenv(&environment);
         std::fesetenv(FE_DFL_ENV);
+        const ProfiledRank profiled(0);
         call_(target_, team_, 0);
         team_.barrier();
         std::fesetenv(&environment);
@@ -180,6 +244,7 @@ class Pool {
         for (std::uint32_t seen = 0;;) {
             worker.start.wait_past(seen, kIdleSpins);
             ++seen;
+            const ProfiledRank profiled(rank);
             call_(target_, team_, rank);
             team_.barrier();
         }

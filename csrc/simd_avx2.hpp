@@ -4,7 +4,8 @@
 
 namespace {
 
-enum { kTileRows = 3, kTileBlocks = 1 };
+enum { kTileRows = 3, kTileBlocks = 1, kDenseRows = 3, kDenseBlocks = 1 };
+constexpr int blocks_for(int) { return 1; }
 
 struct Vf {
     __m256 lo, hi;
@@ -85,16 +86,18 @@ inline float reduce_max(Vf a) {
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
 inline __m256 add_halves(Vf a) { return _mm256_add_ps(a.lo, a.hi); }
-// Lane i is the sum of row i, for eight rows.
-inline __m256 reduce_add_eight(const Vf* rows) {
+// Sums of four vectors, half done; of sixteen, done: lane i is the sum of vector i.
+typedef __m256 Quad;
+inline Quad reduce_add_four(const Vf* rows) {
     const __m256 ab = _mm256_hadd_ps(add_halves(rows[0]), add_halves(rows[1]));
     const __m256 cd = _mm256_hadd_ps(add_halves(rows[2]), add_halves(rows[3]));
-    const __m256 ef = _mm256_hadd_ps(add_halves(rows[4]), add_halves(rows[5]));
-    const __m256 gh = _mm256_hadd_ps(add_halves(rows[6]), add_halves(rows[7]));
-    const __m256 abcd = _mm256_hadd_ps(ab, cd), efgh = _mm256_hadd_ps(ef, gh);
-    return _mm256_add_ps(_mm256_permute2f128_ps(abcd, efgh, 0x20), _mm256_permute2f128_ps(abcd, efgh, 0x31));
+    return _mm256_hadd_ps(ab, cd);
 }
-inline Vf reduce_add_rows(const Vf* rows) { return {reduce_add_eight(rows), reduce_add_eight(rows + 8)}; }
+inline __m256 join_two(Quad a, Quad b) {
+    return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+}
+inline Vf join_quads(const Quad* quads) { return {join_two(quads[0], quads[1]), join_two(quads[2], quads[3])}; }
+inline Vf keep(Vf a) { return a; }
 inline float sqrt_scalar(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
 
 inline Vi zero_int() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
@@ -126,6 +129,22 @@ inline Wq load_weights(const uint8_t* p) {
     return {_mm256_and_si256(lo, low_bytes), _mm256_srli_epi16(lo, 8), _mm256_and_si256(hi, low_bytes),
             _mm256_srli_epi16(hi, 8)};
 }
+// Quads k and k + 4 of a group in four-bit storage.
+inline Wq load_low(const uint8_t* p) {
+    const __m256i low = _mm256_set1_epi16(0x0f);
+    const __m256i lo = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    const __m256i hi = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32));
+    return {_mm256_and_si256(lo, low), _mm256_and_si256(_mm256_srli_epi16(lo, 8), low), _mm256_and_si256(hi, low),
+            _mm256_and_si256(_mm256_srli_epi16(hi, 8), low)};
+}
+inline Wq load_high(const uint8_t* p) {
+    const __m256i low = _mm256_set1_epi16(0x0f);
+    const __m256i lo = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    const __m256i hi = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32));
+    return {_mm256_and_si256(_mm256_srli_epi16(lo, 4), low), _mm256_srli_epi16(lo, 12),
+            _mm256_and_si256(_mm256_srli_epi16(hi, 4), low), _mm256_srli_epi16(hi, 12)};
+}
+inline Vi shift_high(Vi a) { return a; }
 inline Aq load_inputs(const int8_t* p) {
     int32_t four;
     __builtin_memcpy(&four, p, sizeof four);

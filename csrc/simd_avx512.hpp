@@ -4,7 +4,9 @@
 
 namespace {
 
-enum { kTileRows = 4, kTileBlocks = 3 };  // 12 integer and 12 float accumulators of 32 registers
+// Integer accumulators fill the 32 registers; float ones live in the first cache.
+enum { kTileRows = 8, kTileBlocks = 4, kDenseRows = 4, kDenseBlocks = 3 };
+constexpr int blocks_for(int rows) { return rows <= 6 ? 4 : 2; }
 
 typedef __m512 Vf;
 typedef __m512i Vi;
@@ -56,11 +58,16 @@ inline Vf add_quarters(const Vf* rows) {
 inline Vf add_neighbours(Vf a, Vf b) {
     return add(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
 }
-// Lane i is the sum of row i.
-inline Vf reduce_add_rows(const Vf* rows) {
-    const Vf q0 = add_quarters(rows), q1 = add_quarters(rows + 4);
-    const Vf q2 = add_quarters(rows + 8), q3 = add_quarters(rows + 12);
-    return add_neighbours(add_neighbours(q0, q1), add_neighbours(q2, q3));
+// Sums of four vectors, half done; of sixteen, done: lane i is the sum of vector i.
+typedef Vf Quad;
+inline Quad reduce_add_four(const Vf* rows) { return add_quarters(rows); }
+inline Vf join_quads(const Quad* quads) {
+    return add_neighbours(add_neighbours(quads[0], quads[1]), add_neighbours(quads[2], quads[3]));
+}
+// Keeps a value in a register, where the compiler would read memory once per use.
+inline Vf keep(Vf a) {
+    asm("" : "+v"(a));
+    return a;
 }
 inline float sqrt_scalar(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
 
@@ -79,6 +86,10 @@ inline void store_int8(int8_t* p, Vi a) {
 }
 
 inline Wq load_weights(const uint8_t* p) { return _mm512_loadu_si512(p); }
+// Quads k and k + 4 of a group in four-bit storage; the latter times 16, which shift_high takes back from a sum.
+inline Wq load_low(const uint8_t* p) { return _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(0x0f)); }
+inline Wq load_high(const uint8_t* p) { return _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(static_cast<char>(0xf0))); }
+inline Vi shift_high(Vi a) { return _mm512_srai_epi32(a, 4); }
 inline Aq load_inputs(const int8_t* p) {
     int32_t four;
     __builtin_memcpy(&four, p, sizeof four);

@@ -6,7 +6,8 @@
 
 namespace {
 
-enum { kTileRows = 4, kTileBlocks = 1 };
+enum { kTileRows = 4, kTileBlocks = 1, kDenseRows = 4, kDenseBlocks = 1 };
+constexpr int blocks_for(int) { return 1; }
 
 struct Vf {
     float v[16];
@@ -15,7 +16,7 @@ struct Vi {
     int32_t v[16];
 };
 struct Wq {
-    const uint8_t* p;
+    uint8_t v[64];
 };
 struct Aq {
     int32_t v[4];
@@ -101,11 +102,21 @@ inline float reduce_max(Vf a) {
     LANES r = r > a.v[i] ? r : a.v[i];
     return r;
 }
-inline Vf reduce_add_rows(const Vf* rows) {
-    Vf r;
-    LANES r.v[i] = reduce_add(rows[i]);
+// Sums of four vectors.
+struct Quad {
+    float v[4];
+};
+inline Quad reduce_add_four(const Vf* rows) {
+    Quad r;
+    for (int i = 0; i < 4; ++i) r.v[i] = reduce_add(rows[i]);
     return r;
 }
+inline Vf join_quads(const Quad* quads) {
+    Vf r;
+    LANES r.v[i] = quads[i / 4].v[i % 4];
+    return r;
+}
+inline Vf keep(Vf a) { return a; }
 inline float sqrt_scalar(float x) { return sqrtf(x); }
 
 inline Vi zero_int() {
@@ -151,10 +162,26 @@ inline void store_int8(int8_t* p, Vi a) {
     LANES p[i] = static_cast<int8_t>(a.v[i] < -128 ? -128 : a.v[i] > 127 ? 127 : a.v[i]);
 }
 
-inline Wq load_weights(const uint8_t* p) { return {p}; }
+inline Wq load_weights(const uint8_t* p) {
+    Wq r;
+    memcpy(r.v, p, sizeof r.v);
+    return r;
+}
+// Quads k and k + 4 of a group in four-bit storage.
+inline Wq load_low(const uint8_t* p) {
+    Wq r;
+    for (int i = 0; i < 64; ++i) r.v[i] = p[i] & 15;
+    return r;
+}
+inline Wq load_high(const uint8_t* p) {
+    Wq r;
+    for (int i = 0; i < 64; ++i) r.v[i] = p[i] >> 4;
+    return r;
+}
+inline Vi shift_high(Vi a) { return a; }
 inline Aq load_inputs(const int8_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
-inline Vi dot4(Vi acc, Wq w, Aq a) {
-    LANES acc.v[i] += w.p[4 * i] * a.v[0] + w.p[4 * i + 1] * a.v[1] + w.p[4 * i + 2] * a.v[2] + w.p[4 * i + 3] * a.v[3];
+inline Vi dot4(Vi acc, const Wq& w, Aq a) {
+    LANES acc.v[i] += w.v[4 * i] * a.v[0] + w.v[4 * i + 1] * a.v[1] + w.v[4 * i + 2] * a.v[2] + w.v[4 * i + 3] * a.v[3];
     return acc;
 }
 

@@ -43,6 +43,11 @@ struct Sizes {
     std::int64_t attended_width() const { return heads.num_heads * heads.head_dim; }
 };
 
+enum {
+    kMaxRepeatedRows = 2,
+    kFetchBytes = 1280,  // of each block of the next matrix
+};
+
 // The working memory of a pass over `rows` rows, laid out in one piece.
 struct Workspace {
     float* normed;         // [copies, rows, hidden]
@@ -62,12 +67,12 @@ struct Workspace {
         };
         Workspace space;
         space.normed = static_cast<float*>(take(copies * rows * sizes.hidden * 4));
-        space.inputs = static_cast<std::uint8_t*>(take(copies * rows * QuantizedRows::stride(sizes.hidden)));
+        space.inputs = static_cast<std::uint8_t*>(take(copies * QuantizedRows::num_bytes(sizes.hidden, rows)));
         space.qkv = static_cast<float*>(take(rows * sizes.qkv_width() * 4));
         space.attended = static_cast<float*>(take(rows * sizes.attended_width() * 4));
-        space.attended_inputs = static_cast<std::uint8_t*>(take(rows * QuantizedRows::stride(sizes.attended_width())));
+        space.attended_inputs = static_cast<std::uint8_t*>(take(QuantizedRows::num_bytes(sizes.attended_width(), rows)));
         space.gate_up = static_cast<float*>(take(rows * 2 * sizes.inner * 4));
-        space.inner_inputs = static_cast<std::uint8_t*>(take(rows * QuantizedRows::stride(sizes.inner)));
+        space.inner_inputs = static_cast<std::uint8_t*>(take(QuantizedRows::num_bytes(sizes.inner, rows)));
         if (out != nullptr) *out = space;
         return used;
     }
@@ -86,21 +91,26 @@ class Pass {
     const float* table;
     float* x;  // [rows, hidden], the residual stream
     Workspace space;
+    const Attention& attention;
 
-    void run_layer(const Layer& layer, std::int64_t cache_layer, KeyRows* views, Team& team, int rank) const {
+    // Called by every thread of the team. Each phase ends in a barrier; five of them are needed.
+    void run_layer(const Layer& layer, const Layer* next, std::int64_t cache_layer, KeyRows* views, Team& team, int rank) const {
         for (std::size_t s = 0; s < caches.size(); ++s) views[s] = caches.at(s, cache_layer);
-        linear(*layer.qkv, norm(layer.input_norm, *layer.qkv, team, rank), layer.qkv_bias, nullptr, space.qkv, team, rank);
-        team.barrier();
-        rotate_and_store(layer, views, team, rank);
-        team.barrier();
+        mark(Phase::kNorm);
+        const Rows normed = norm(layer.input_norm, *layer.qkv, team, rank);
+        mark(Phase::kQkv);
+        project(layer, normed, views, team, rank);
+        mark(Phase::kAttention);
         const Rows attended = attend(layer, views, team, rank);
-        team.barrier();
-        linear(*layer.output, attended, layer.output_bias, x, x, team, rank);
-        team.barrier();
-        const Rows inner = gate(layer, norm(layer.post_norm, *layer.gate_up, team, rank), team, rank);
-        team.barrier();
-        linear(*layer.down, inner, nullptr, x, x, team, rank);
-        team.barrier();
+        mark(Phase::kOutput);
+        linear(*layer.output, attended, layer.output_bias, x, x, layer.gate_up, team, rank);
+        mark(Phase::kNorm);
+        const Rows post_normed = norm(layer.post_norm, *layer.gate_up, team, rank);
+        mark(Phase::kGateUp);
+        const Rows inner = gate(layer, post_normed, team, rank);
+        mark(Phase::kDown);
+        linear(*layer.down, inner, nullptr, x, x, next == nullptr ? nullptr : next->qkv, team, rank);
+        mark(Phase::kOther);
     }
 
     Range my_rows(const Team& team, int rank) const { return split(num_rows, rank, team.size()); }
@@ -111,105 +121,131 @@ class Pass {
         std::int64_t stride;
     };
 
-    void linear(const PackedWeight& weight, Rows rows, const float* bias, const float* residual, float* out,
-                const Team& team, int rank) const {
-        const Range blocks = split(weight.num_blocks(), rank, team.size());
-        const LinearJob job =
-            linear_job(weight, rows.data, rows.stride, num_rows, bias, residual, out, weight.num_outputs);
-        run_linear(kernels, weight, job, blocks.begin, blocks.end);
+    // Ask for the beginning of this thread's share of the next matrix, while it waits for the others.
+    static void fetch(const PackedWeight* next, const Team& team, int rank) {
+        if (next == nullptr) return;
+        const std::int64_t block = next->num_blocks() * rank / team.size();
+        const std::uint8_t* start = next->bytes.get() + block * next->block_bytes();
+        for (int b = 0; b < kShareBlocks; ++b)
+            for (int byte = 0; byte < kFetchBytes; byte += 64) __builtin_prefetch(start + b * next->block_bytes() + byte);
     }
 
-    // Normed rows as the next weight wants them. A single row is cheaper to repeat on every thread than to wait for.
+    void linear(const PackedWeight& weight, Rows rows, const float* bias, const float* residual, float* out,
+                const PackedWeight* next, Team& team, int rank) const {
+        const LinearJob job = linear_job(weight, rows.data, rows.stride, num_rows, bias, residual, out, weight.num_outputs);
+        team.share_then(
+            rank, num_shares(weight.num_blocks()), [&](std::int64_t item) { run_share(kernels, weight, job, item); },
+            [&] { fetch(next, team, rank); });
+    }
+
+    // Normed rows as the next weight wants them. A row or two are cheaper to repeat on every thread than to wait for.
     Rows norm(const float* weight, const PackedWeight& next, Team& team, int rank) const {
-        const bool is_repeated = num_rows == 1;
-        const std::int64_t copy = is_repeated ? rank : 0, stride = QuantizedRows::stride(sizes.hidden);
-        const Range mine = is_repeated ? Range{0, num_rows} : my_rows(team, rank);
+        const bool is_repeated = num_rows <= kMaxRepeatedRows;
+        const std::int64_t copy = is_repeated ? rank : 0;
         float* normed = space.normed + copy * num_rows * sizes.hidden;
-        const QuantizedRows quantized{space.inputs + copy * num_rows * stride, sizes.hidden};
-        for (std::int64_t row = mine.begin; row < mine.end; ++row) {
+        const QuantizedRows quantized{space.inputs + copy * QuantizedRows::num_bytes(sizes.hidden, num_rows), sizes.hidden,
+                                      num_rows};
+        const auto norm_row = [&](std::int64_t row) {
             float* out = normed + row * sizes.hidden;
             kernels.rms_norm(x + row * sizes.hidden, weight, eps, sizes.hidden, out);
-            if (next.is_quantized) quantized.write(kernels, row, out, 0, sizes.hidden);
-        }
-        if (!is_repeated) team.barrier();
-        if (next.is_quantized) return {quantized.bytes, stride};
+            if (next.is_quantized()) quantized.write(kernels, row, out, 0, sizes.hidden);
+        };
+        if (is_repeated)
+            for (std::int64_t row = 0; row < num_rows; ++row) norm_row(row);
+        else
+            team.share(rank, num_rows, norm_row);
+        if (next.is_quantized()) return {quantized.bytes, 0};
         return {normed, sizes.hidden * 4};
     }
 
-    void rotate_and_store(const Layer& layer, const KeyRows* views, const Team& team, int rank) const {
-        const Heads& heads = sizes.heads;
-        const std::int64_t dim = heads.head_dim, slots = sizes.num_slots();
-        const Range mine = split(num_rows * slots, rank, team.size());
-        for (std::int64_t item = mine.begin; item < mine.end; ++item) {
-            const std::int64_t row = item / slots, slot = item % slots;
-            float* head = space.qkv + item * dim;
-            const bool is_query = slot < heads.num_heads, is_value = slot >= heads.num_heads + heads.num_kv_heads;
-            if (!is_value) {
-                const float* weight = is_query ? layer.q_norm : layer.k_norm;
-                if (weight != nullptr) kernels.rms_norm(head, weight, eps, dim, head);
-                const float* angles = table + positions[row] * dim;
-                kernels.rope(head, angles, angles + dim / 2, dim / 2, head);
-            }
-            if (is_query) continue;
-            const RowView& view = plan.rows[static_cast<std::size_t>(row)];
-            const KeyRows& cache = views[view.sequence];
-            const std::int64_t kv_head = (slot - heads.num_heads) % heads.num_kv_heads;
-            const std::int64_t at = kv_head * cache.head_stride + (cache.length + view.index) * dim;
-            char* target = static_cast<char*>(is_value ? cache.values : cache.keys) + at * (caches.is_half() ? 2 : 4);
-            store_head(kernels, caches.is_half(), target, head, dim);
+    // Queries, keys and values; where a head is whole blocks, whoever computes it also rotates and stores it.
+    void project(const Layer& layer, Rows rows, const KeyRows* views, Team& team, int rank) const {
+        const std::int64_t dim = sizes.heads.head_dim, slots = sizes.num_slots();
+        const auto finish_head = [&](std::int64_t slot) {
+            for (std::int64_t row = 0; row < num_rows; ++row) rotate_and_store(layer, views, row, slot);
+        };
+        if (dim % kLanes == 0) {
+            const LinearJob job = linear_job(*layer.qkv, rows.data, rows.stride, num_rows, layer.qkv_bias, nullptr,
+                                             space.qkv, layer.qkv->num_outputs);
+            const std::int64_t blocks = dim / kLanes;
+            team.share(rank, slots, [&](std::int64_t slot) {
+                run_linear(kernels, *layer.qkv, job, slot * blocks, (slot + 1) * blocks);
+                finish_head(slot);
+            });
+        } else {
+            linear(*layer.qkv, rows, layer.qkv_bias, nullptr, space.qkv, nullptr, team, rank);
+            team.share(rank, slots, finish_head);
         }
+    }
+
+    void rotate_and_store(const Layer& layer, const KeyRows* views, std::int64_t row, std::int64_t slot) const {
+        const Heads& heads = sizes.heads;
+        const std::int64_t dim = heads.head_dim;
+        float* head = space.qkv + (row * sizes.num_slots() + slot) * dim;
+        const bool is_query = slot < heads.num_heads, is_value = slot >= heads.num_heads + heads.num_kv_heads;
+        if (!is_value) {
+            const float* weight = is_query ? layer.q_norm : layer.k_norm;
+            if (weight != nullptr) kernels.rms_norm(head, weight, eps, dim, head);
+            const float* angles = table + positions[row] * dim;
+            kernels.rope(head, angles, angles + dim / 2, dim / 2, head);
+        }
+        if (is_query) return;
+        const RowView& view = plan.rows[static_cast<std::size_t>(row)];
+        const KeyRows& cache = views[view.sequence];
+        const std::int64_t kv_head = (slot - heads.num_heads) % heads.num_kv_heads;
+        const std::int64_t at = kv_head * cache.head_stride + (cache.length + view.index) * dim;
+        char* target = static_cast<char*>(is_value ? cache.values : cache.keys) + at * (caches.is_half() ? 2 : 4);
+        store_head(kernels, caches.is_half(), target, head, dim);
     }
 
     Rows attend(const Layer& layer, const KeyRows* views, Team& team, int rank) const {
         const std::int64_t dim = sizes.heads.head_dim, width = sizes.attended_width();
-        Attention attention{&kernels, &plan, sizes.heads, caches.is_half(), layer.window,
-                            static_cast<float>(1.0 / std::sqrt(static_cast<double>(dim))), space.qkv, sizes.qkv_width(),
-                            space.attended, width, 1};
-        attention.choose_items(team.size());
-        const QuantizedRows quantized{space.attended_inputs, width};
-        const bool quantize = layer.output->is_quantized, by_head = dim % kGroup == 0;
-        const Range mine = split(attention.num_items(), rank, team.size());
-        for (std::int64_t item = mine.begin; item < mine.end; ++item) {
-            const Attention::Done done = attention.run_item(item, views);
-            const std::int64_t begin = done.first_head * dim, end = begin + done.num_heads * dim;
-            if (quantize && by_head) quantized.write(kernels, done.row, space.attended + done.row * width, begin, end);
-        }
-        if (quantize && !by_head) {
-            team.barrier();
-            const Range rows = my_rows(team, rank);
-            for (std::int64_t row = rows.begin; row < rows.end; ++row)
+        const QuantizedRows quantized{space.attended_inputs, width, num_rows};
+        const bool quantize = layer.output->is_quantized(), by_head = dim % kGroup == 0;
+        team.share_then(
+            rank, attention.num_items(),
+            [&](std::int64_t item) {
+                const Attention::Done done = attention.run_item(item, views, layer.window);
+                const std::int64_t begin = done.first_head * dim, end = begin + done.num_heads * dim;
+                for (std::int64_t row = done.row; quantize && by_head && row < done.row + done.num_rows; ++row)
+                    quantized.write(kernels, row, space.attended + row * width, begin, end);
+            },
+            [&] { fetch(layer.output, team, rank); });
+        if (quantize && !by_head)
+            team.share(rank, num_rows, [&](std::int64_t row) {
                 quantized.write(kernels, row, space.attended + row * width, 0, width);
-        }
-        if (quantize) return {quantized.bytes, QuantizedRows::stride(width)};
+            });
+        if (quantize) return {quantized.bytes, 0};
         return {space.attended, width * 4};
     }
 
     // silu(gate) * up, written over the gate. Where the width allows, each thread gates the columns that it computed.
     Rows gate(const Layer& layer, Rows normed, Team& team, int rank) const {
-        const std::int64_t inner = sizes.inner;
-        const LinearJob job = linear_job(*layer.gate_up, normed.data, normed.stride, num_rows, nullptr, nullptr,
-                                         space.gate_up, 2 * inner);
-        Range columns = split(inner, rank, team.size(), kGroup);
-        Range rows{0, num_rows};
-        if (inner % kGroup == 0) {
-            const std::int64_t half = inner / kLanes, begin = columns.begin / kLanes, end = columns.end / kLanes;
-            run_linear(kernels, *layer.gate_up, job, begin, end);
-            run_linear(kernels, *layer.gate_up, job, half + begin, half + end);
-        } else {
-            const Range blocks = split(layer.gate_up->num_blocks(), rank, team.size());
-            run_linear(kernels, *layer.gate_up, job, blocks.begin, blocks.end);
-            team.barrier();
-            columns = {0, inner};
-            rows = my_rows(team, rank);
-        }
-        const QuantizedRows quantized{space.inner_inputs, inner};
-        for (std::int64_t row = rows.begin; row < rows.end; ++row) {
+        const std::int64_t inner = sizes.inner, blocks = inner / kLanes;
+        const QuantizedRows quantized{space.inner_inputs, inner, num_rows};
+        const auto gate_columns = [&](std::int64_t row, std::int64_t begin, std::int64_t end) {
             float* gate = space.gate_up + row * 2 * inner;
-            kernels.silu_mul(gate + columns.begin, gate + inner + columns.begin, columns.end - columns.begin,
-                             gate + columns.begin);
-            if (layer.down->is_quantized) quantized.write(kernels, row, gate, columns.begin, columns.end);
+            kernels.silu_mul(gate + begin, gate + inner + begin, end - begin, gate + begin);
+            if (layer.down->is_quantized()) quantized.write(kernels, row, gate, begin, end);
+        };
+        if (inner % kGroup == 0) {
+            const LinearJob job = linear_job(*layer.gate_up, normed.data, normed.stride, num_rows, nullptr, nullptr,
+                                             space.gate_up, 2 * inner);
+            team.share_then(
+                rank, num_shares(blocks),
+                [&](std::int64_t item) {
+                    const std::int64_t begin = item * kShareBlocks;
+                    const std::int64_t end = begin + kShareBlocks < blocks ? begin + kShareBlocks : blocks;
+                    run_linear(kernels, *layer.gate_up, job, begin, end);
+                    run_linear(kernels, *layer.gate_up, job, blocks + begin, blocks + end);
+                    for (std::int64_t row = 0; row < num_rows; ++row) gate_columns(row, begin * kLanes, end * kLanes);
+                },
+                [&] { fetch(layer.down, team, rank); });
+        } else {
+            linear(*layer.gate_up, normed, nullptr, nullptr, space.gate_up, nullptr, team, rank);
+            team.share(rank, num_rows, [&](std::int64_t row) { gate_columns(row, 0, inner); });
         }
-        if (layer.down->is_quantized) return {quantized.bytes, QuantizedRows::stride(inner)};
+        if (layer.down->is_quantized()) return {quantized.bytes, 0};
         return {space.gate_up, 2 * inner * 4};
     }
 };
@@ -253,12 +289,17 @@ class DecoderStack {
         nb::gil_scoped_release released;
         Pool::Lease lease(team_size);
         Workspace space;
-        const std::size_t needed = Workspace::layout(sizes_, num_rows, team_size, nullptr, nullptr);
-        Workspace::layout(sizes_, num_rows, team_size, lease.scratch(needed), &space);
+        const std::int64_t copies = num_rows <= kMaxRepeatedRows ? team_size : 1;
+        const std::size_t needed = Workspace::layout(sizes_, num_rows, copies, nullptr, nullptr);
+        Workspace::layout(sizes_, num_rows, copies, lease.scratch(needed), &space);
+        Attention attention{&kernel, &plan, sizes_.heads, caches.is_half(),
+                            static_cast<float>(1.0 / std::sqrt(static_cast<double>(dim))), space.qkv, sizes_.qkv_width(),
+                            space.attended, sizes_.attended_width(), 1, 1, {}};
+        attention.choose_items(team_size);
         std::vector<KeyRows> views(caches.size() * static_cast<std::size_t>(team_size));
         std::memcpy(out.data(), x.data(), static_cast<std::size_t>(num_rows * hidden) * sizeof(float));
         const Pass pass{kernel,           sizes_,       eps_,       num_rows, plan, caches,
-                        positions.data(), table.data(), out.data(), space};
+                        positions.data(), table.data(), out.data(), space, attention};
         lease.run([&](Team& team, int rank) {
             KeyRows* my_views = views.data() + caches.size() * static_cast<std::size_t>(rank);
             const Range mine = pass.my_rows(team, rank);
@@ -268,7 +309,9 @@ class DecoderStack {
                     std::memcpy(tap_rows[tap] + mine.begin * hidden, pass.x + mine.begin * hidden,
                                 static_cast<std::size_t>((mine.end - mine.begin) * hidden) * sizeof(float));
                 if (layer < num_layers)
-                    pass.run_layer(layers_[static_cast<std::size_t>(layer)], first_layer + layer, my_views, team, rank);
+                    pass.run_layer(layers_[static_cast<std::size_t>(layer)],
+                                   layer + 1 < num_layers ? &layers_[static_cast<std::size_t>(layer + 1)] : nullptr,
+                                   first_layer + layer, my_views, team, rank);
             }
         });
     }

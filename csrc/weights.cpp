@@ -19,10 +19,9 @@
 
 namespace sakiyomi {
 
-PackedWeight::PackedWeight(bool quantized, std::int64_t n, std::int64_t k)
-    : is_quantized(quantized), num_outputs(n), num_inputs(k) {
+PackedWeight::PackedWeight(Storage stored, std::int64_t n, std::int64_t k) : storage(stored), num_outputs(n), num_inputs(k) {
     check(n > 0 && k > 0, "a weight needs at least one row and one column.");
-    if (quantized && k % kGroup != 0) throw std::invalid_argument("a quantized weight needs K to be a multiple of 32.");
+    check(!is_quantized() || k % kGroup == 0, "a quantized weight needs K to be a multiple of 32.");
     bytes = SlabBytes(static_cast<std::size_t>(num_bytes()));
 }
 
@@ -78,14 +77,20 @@ struct QuantizedSource {
 
 void pack_quantized_row(PackedWeight& weight, std::int64_t n, const QuantizedSource& source, std::int64_t row) {
     const std::int64_t k = weight.num_inputs, num_groups = k / kGroup, lane = n % kLanes;
-    std::uint8_t* block = weight.bytes.get() + n / kLanes * weight.block_bytes();
-    for (std::int64_t group = 0; group < num_groups; ++group) {
-        std::uint8_t* target = block + group * kGroupBytes;
-        for (int quad = 0; quad < kGroup / 4; ++quad)
-            std::memcpy(target + (quad * kLanes + lane) * 4, source.values + row * k + group * kGroup + quad * 4, 4);
-        std::uint8_t* halves = target + kQuantBytes;
-        std::memcpy(halves + lane * 2, source.scales + row * num_groups + group, 2);
-        std::memcpy(halves + (kLanes + lane) * 2, source.mins + row * num_groups + group, 2);
+    const std::int64_t size = value_bytes(weight.storage);
+    std::uint8_t* target = weight.bytes.get() + n / kLanes * weight.block_bytes();
+    for (std::int64_t group = 0; group < num_groups; ++group, target += group_bytes(weight.storage)) {
+        const std::uint8_t* values = source.values + row * k + group * kGroup;
+        if (weight.storage == Storage::kNibbles) {
+            for (int i = 0; i < kGroup / 2; ++i)
+                target[(i / 4 * kLanes + lane) * 4 + i % 4] =
+                    static_cast<std::uint8_t>(values[i] | values[i + kGroup / 2] << 4);
+        } else {
+            for (int quad = 0; quad < kGroup / 4; ++quad)
+                std::memcpy(target + (quad * kLanes + lane) * 4, values + quad * 4, 4);
+        }
+        std::memcpy(target + size + lane * 2, source.scales + row * num_groups + group, 2);
+        std::memcpy(target + size + (kLanes + lane) * 2, source.mins + row * num_groups + group, 2);
     }
 }
 
@@ -95,28 +100,37 @@ void pack_dense_row(PackedWeight& weight, std::int64_t n, const float* row) {
 }
 
 void unpack_row(const PackedWeight& weight, std::int64_t n, float* out) {
-    const std::uint8_t* block = weight.bytes.get() + n / kLanes * weight.block_bytes();
+    const std::uint8_t* source = weight.bytes.get() + n / kLanes * weight.block_bytes();
     const std::int64_t lane = n % kLanes;
-    if (!weight.is_quantized) {
-        const float* floats = reinterpret_cast<const float*>(block);
+    if (!weight.is_quantized()) {
+        const float* floats = reinterpret_cast<const float*>(source);
         for (std::int64_t k = 0; k < weight.num_inputs; ++k) out[k] = floats[k * kLanes + lane];
         return;
     }
-    for (std::int64_t group = 0; group < weight.num_inputs / kGroup; ++group) {
-        const std::uint8_t* source = block + group * kGroupBytes;
+    const bool is_nibbles = weight.storage == Storage::kNibbles;
+    const std::int64_t size = value_bytes(weight.storage);
+    for (std::int64_t group = 0; group < weight.num_inputs / kGroup; ++group, source += group_bytes(weight.storage)) {
         std::uint16_t halves[2];
-        std::memcpy(halves, source + kQuantBytes + lane * 2, 2);
-        std::memcpy(halves + 1, source + kQuantBytes + (kLanes + lane) * 2, 2);
+        std::memcpy(halves, source + size + lane * 2, 2);
+        std::memcpy(halves + 1, source + size + (kLanes + lane) * 2, 2);
         const float scale = half_to_float(halves[0]), low = half_to_float(halves[1]);
         for (int i = 0; i < kGroup; ++i) {
-            const float value = static_cast<float>(source[(i / 4 * kLanes + lane) * 4 + i % 4]);
-            out[group * kGroup + i] = scale * value + low;
+            const int at = is_nibbles ? i % (kGroup / 2) : i, byte = source[(at / 4 * kLanes + lane) * 4 + at % 4];
+            const int value = !is_nibbles ? byte : i < kGroup / 2 ? byte & 15 : byte >> 4;
+            out[group * kGroup + i] = scale * static_cast<float>(value) + low;
         }
     }
 }
 
-// Parts: (values uint8 [N, K], scales float16 [N, K / 32], mins float16 [N, K / 32]) each.
-std::unique_ptr<PackedWeight> pack_quantized(const nb::list& parts) {
+bool fits_nibbles(const std::uint8_t* values, std::int64_t count) {
+    std::uint8_t all = 0;
+    for (std::int64_t i = 0; i < count; ++i) all |= values[i];
+    return all < 16;
+}
+
+// Parts: (values uint8 [N, K], scales float16 [N, K / 32], mins float16 [N, K / 32]) each. Values that all fit four bits
+// are stored in four, unless `bytes_only`.
+std::unique_ptr<PackedWeight> pack_quantized(const nb::list& parts, bool bytes_only) {
     std::vector<In<std::uint8_t, nb::ndim<2>>> values;
     std::vector<AnyInput> scales, mins;
     std::int64_t n = 0, k = 0;
@@ -135,8 +149,11 @@ std::unique_ptr<PackedWeight> pack_quantized(const nb::list& parts) {
         }
         n += static_cast<std::int64_t>(values.back().shape(0));
     }
-    auto weight = std::make_unique<PackedWeight>(true, n, k);
     nb::gil_scoped_release released;
+    bool is_small = !bytes_only;
+    for (const auto& part : values)
+        is_small = is_small && fits_nibbles(part.data(), static_cast<std::int64_t>(part.shape(0)) * k);
+    auto weight = std::make_unique<PackedWeight>(is_small ? Storage::kNibbles : Storage::kBytes, n, k);
     n = 0;
     for (std::size_t part = 0; part < values.size(); ++part) {
         const QuantizedSource source{values[part].data(), static_cast<const std::uint16_t*>(scales[part].data()),
@@ -157,7 +174,7 @@ std::unique_ptr<PackedWeight> pack_dense(const nb::list& parts) {
         check_equal("the width of a stacked matrix", static_cast<std::int64_t>(matrices.back().shape(1)), k);
         n += static_cast<std::int64_t>(matrices.back().shape(0));
     }
-    auto weight = std::make_unique<PackedWeight>(false, n, k);
+    auto weight = std::make_unique<PackedWeight>(Storage::kFloats, n, k);
     nb::gil_scoped_release released;
     n = 0;
     for (const auto& matrix : matrices)
@@ -185,10 +202,11 @@ void embed(const PackedWeight& weight, In<std::int32_t, nb::ndim<1>> ids, Out<fl
 void bind_weights(nanobind::module_& m) {
     using namespace sakiyomi;
     nb::class_<PackedWeight>(m, "PackedWeight")
-        .def_static("from_quantized", &pack_quantized, nb::arg("parts"))
+        .def_static("from_quantized", &pack_quantized, nb::arg("parts"), nb::arg("bytes_only") = false)
         .def_static("from_dense", &pack_dense, nb::arg("parts"))
         .def_prop_ro("shape", [](const PackedWeight& w) { return nb::make_tuple(w.num_outputs, w.num_inputs); })
-        .def_prop_ro("is_quantized", [](const PackedWeight& w) { return w.is_quantized; })
+        .def_prop_ro("is_quantized", &PackedWeight::is_quantized)
+        .def_prop_ro("value_bits", [](const PackedWeight& w) { return w.storage == Storage::kFloats ? 32 : w.storage == Storage::kBytes ? 8 : 4; })
         .def_prop_ro("num_bytes", &PackedWeight::num_bytes);
     m.def("embed", &embed, nb::arg("weight"), nb::arg("ids").noconvert(), nb::arg("out").noconvert());
 }

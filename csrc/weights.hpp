@@ -24,45 +24,56 @@ class SlabBytes {
 
 // An [N, K] matrix in blocks of 16 outputs; the last block is padded with zeros.
 struct PackedWeight {
-    bool is_quantized = false;
+    Storage storage = Storage::kFloats;
     std::int64_t num_outputs = 0, num_inputs = 0;
     SlabBytes bytes;
 
-    PackedWeight(bool quantized, std::int64_t n, std::int64_t k);
+    PackedWeight(Storage storage, std::int64_t n, std::int64_t k);
+    bool is_quantized() const { return storage != Storage::kFloats; }
     std::int64_t num_blocks() const { return (num_outputs + kLanes - 1) / kLanes; }
     std::int64_t block_bytes() const {
-        return is_quantized ? num_inputs / kGroup * kGroupBytes : num_inputs * kLanes * 4;
+        return is_quantized() ? num_inputs / kGroup * group_bytes(storage) : num_inputs * kLanes * 4;
     }
     std::int64_t num_bytes() const { return num_blocks() * block_bytes(); }
 };
 
-// How a row of `width` numbers is laid out when it is quantized: int8 values, scales, scaled sums.
+// Rows of `width` numbers as a weight wants them: quantized, or as they are.
 struct QuantizedRows {
     std::uint8_t* bytes;
-    std::int64_t width;
+    std::int64_t width, num_rows;
 
-    static std::int64_t stride(std::int64_t width) { return (width + width / kGroup * 8 + 63) / 64 * 64; }
+    static std::int64_t num_bytes(std::int64_t width, std::int64_t num_rows) {
+        return width / kGroup * input_group_bytes(num_rows);
+    }
 
     // Quantize columns [begin, end), multiples of 32, of one row.
     void write(const Kernels& kernels, std::int64_t row, const float* x, std::int64_t begin, std::int64_t end) const {
-        std::uint8_t* base = bytes + row * stride(width);
-        float* scales = reinterpret_cast<float*>(base + width);
-        kernels.quantize(x + begin, (end - begin) / kGroup, reinterpret_cast<std::int8_t*>(base) + begin,
-                         scales + begin / kGroup, scales + width / kGroup + begin / kGroup);
+        kernels.quantize(x + begin, (end - begin) / kGroup, bytes + begin / kGroup * input_group_bytes(num_rows), row,
+                         num_rows);
     }
 };
 
 inline LinearJob linear_job(const PackedWeight& weight, const void* inputs, std::int64_t input_stride,
                             std::int64_t num_rows, const float* bias, const float* residual, float* outputs,
                             std::int64_t output_stride) {
-    return {weight.bytes.get(), weight.block_bytes(), weight.num_outputs, weight.num_inputs,
+    return {weight.storage, weight.bytes.get(), weight.block_bytes(), weight.num_outputs, weight.num_inputs,
             static_cast<const std::uint8_t*>(inputs), input_stride, num_rows, bias, residual, outputs, output_stride};
 }
 
 inline void run_linear(const Kernels& kernels, const PackedWeight& weight, const LinearJob& job, std::int64_t begin,
                        std::int64_t end) {
     if (begin >= end || job.num_rows == 0) return;
-    (weight.is_quantized ? kernels.linear_quantized : kernels.linear_dense)(&job, begin, end);
+    (weight.is_quantized() ? kernels.linear_quantized : kernels.linear_dense)(&job, begin, end);
+}
+
+// Threads take neighbouring blocks together: a tile of the widest kernel.
+inline constexpr std::int64_t kShareBlocks = 4;
+
+inline std::int64_t num_shares(std::int64_t num_blocks) { return (num_blocks + kShareBlocks - 1) / kShareBlocks; }
+
+inline void run_share(const Kernels& kernels, const PackedWeight& weight, const LinearJob& job, std::int64_t share) {
+    const std::int64_t begin = share * kShareBlocks, end = begin + kShareBlocks, last = weight.num_blocks();
+    run_linear(kernels, weight, job, begin, end < last ? end : last);
 }
 
 }  // namespace sakiyomi

@@ -34,6 +34,8 @@ class Draft:
         draws: for sampled drafts the nodes in the order of drawing among siblings; independent draws may draw a node
             again. None: each node once, in order. The verifier must learn of every draw, and a sampled node must
             never be left out because of its own token or probability.
+        confidences: for each node the drafter's estimate of the probability that the text passes through it, or None
+            where the drafter has none. Never larger than the parent's.
 
     Siblings carry distinct tokens. `check` raises on a draft that breaks these rules.
     """
@@ -44,6 +46,7 @@ class Draft:
     probs: Rows | None = field(default=None, compare=False)
     probs_ids: Rows | None = field(default=None, compare=False)
     draws: tuple[int, ...] | None = None
+    confidences: tuple[float, ...] | None = None
 
     @classmethod
     def empty(cls) -> Draft:
@@ -160,6 +163,7 @@ class Draft:
             _rows(self.probs, kept),
             _rows(self.probs_ids, kept),
             None if self.draws is None else tuple(index[node] for node in draws),
+            None if self.confidences is None else tuple(self.confidences[node] for node in kept),
         )
 
     def check(self, vocab_size: int) -> None:
@@ -173,6 +177,8 @@ class Draft:
                 raise ParameterError(f"draft node {node} has parent {parent}; a parent comes before its children.")
         if len(self._children) != len(self.tokens):
             raise ParameterError("a draft has two siblings with the same token; siblings must differ.")
+        if self.confidences is not None and len(self.confidences) != len(self.tokens):
+            raise ParameterError(f"a draft has {len(self.tokens)} tokens but {len(self.confidences)} confidences.")
         if self.drawn in SAMPLED:
             self._check_laws(vocab_size)
 
@@ -264,3 +270,65 @@ class TreeBuilder:
     def _rank(self, nodes: Iterable[int]) -> list[int]:
         # A child as confident as its parent (probability 1) must not come before it.
         return sorted(nodes, key=lambda node: (-self.confidences[node], self.depths[node], node))
+
+
+DEFAULT_CONFIDENCE = 0.6
+"""Of each further token of a draft whose drafter tells none; what lookup and small models reach on everyday text."""
+
+
+def expected_length(draft: Draft) -> float:
+    """How many tokens of a draft its drafter expects to be accepted."""
+    return sum(_confidences(draft))
+
+
+def merge_drafts(drafts: Sequence[Draft], max_nodes: int) -> Draft:
+    """One tree of the most confident nodes of several drafts, the most confident first.
+
+    A node that several drafts hold counts once, with the largest of their confidences. Sampled drafts cannot be merged:
+    a rule that keeps the distribution must learn of every draw.
+    """
+    assert all(draft.drawn not in SAMPLED for draft in drafts), "sampled drafts cannot be merged"
+    tree = _MergedTree()
+    for draft in drafts:
+        tree.add(draft)
+    drawn: Drawn = "coupled" if any(draft.drawn == "coupled" for draft in drafts) else "fixed"
+    return tree.select(max_nodes, drawn)
+
+
+def _confidences(draft: Draft) -> Sequence[float]:
+    if draft.confidences is not None:
+        return draft.confidences
+    return [DEFAULT_CONFIDENCE**depth for depth in draft.depths]
+
+
+class _MergedTree:
+    """Nodes in the order of their discovery, so that a parent's number is smaller than its children's."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[tuple[int, int], int] = {}
+        self._keys: list[tuple[int, int]] = []
+        self._confidences: list[float] = []
+
+    def add(self, draft: Draft) -> None:
+        index = {ROOT: ROOT}
+        confidences = _confidences(draft)
+        for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
+            key = (index[parent], token)
+            if key not in self._nodes:
+                self._nodes[key] = len(self._keys)
+                self._keys.append(key)
+                self._confidences.append(0.0)
+            index[node] = self._nodes[key]
+            limit = 1.0 if key[0] == ROOT else self._confidences[key[0]]
+            self._confidences[index[node]] = max(self._confidences[index[node]], min(confidences[node], limit))
+
+    def select(self, max_nodes: int, drawn: Drawn) -> Draft:
+        # A parent comes before its children: it is at least as confident, and was found first.
+        order = sorted(range(len(self._keys)), key=lambda node: -self._confidences[node])[: max(max_nodes, 0)]
+        index = {ROOT: ROOT} | {node: new for new, node in enumerate(order)}
+        return Draft(
+            tuple(self._keys[node][1] for node in order),
+            tuple(index[self._keys[node][0]] for node in order),
+            drawn,
+            confidences=tuple(self._confidences[node] for node in order),
+        )

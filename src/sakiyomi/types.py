@@ -327,11 +327,13 @@ class DrafterContext:
         target: the model that verifies.
         load_model: loads a second model by name and checks that it shares the target's tokenizer.
         draw: how the verifier wants tokens to be found; for drafters that can choose.
+        make_drafters: builds the drafters that a text joins by "+", for the same target.
     """
 
     target: Model
     load_model: Callable[[str], Model]
     draw: DrawMode = "coupled"
+    make_drafters: Callable[[str], list[Drafter]] | None = None
 
 
 class Drafter(Protocol):
@@ -342,6 +344,8 @@ class Drafter(Protocol):
 
     taps: tuple[int, ...] = ()
     needs_all_taps: bool = False
+    reads_prediction: bool = False
+    """Whether it drafts from `Sequence.prediction`."""
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         """One draft per sequence, of at most `budget` nodes each."""

@@ -45,7 +45,7 @@ RULES = {
 TREE_RULES = ("tree", "traversal")
 SAMPLED_RULES = ("rejection", "block", *TREE_RULES)
 SHAPES = ((2, 2), (3, 1), (1, 2), (2, 1, 1))
-FEW = settings(max_examples=4)
+FEW = settings(max_examples=3)
 seeds = st.integers(0, 10**6)
 zeros = st.integers(0, 1)
 
@@ -80,7 +80,7 @@ def test_sampled_chains(rule: str, depth: int, seed: int, p_zeros: int, q_zeros:
 @pytest.mark.parametrize("kind", ["independent", "without_replacement"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @given(seed=seeds, p_zeros=zeros, q_zeros=zeros)
-@settings(max_examples=2)
+@settings(max_examples=1)  # many shapes already
 def test_sampled_trees(rule: str, kind: str, shape: tuple[int, ...], seed: int, p_zeros: int, q_zeros: int) -> None:
     p, q = Table(3, seed, p_zeros), Table(3, seed + 1, q_zeros)
     assert deviation(p, draws(q, shape, kind), RULES[rule], num_tokens=len(shape) + 1) <= EXACT
@@ -97,7 +97,7 @@ def test_deterministic_drafts(rule: str, shape: tuple[int, ...], seed: int, p_ze
 
 @pytest.mark.parametrize("rule", SAMPLED_RULES)
 @given(seed=seeds)
-@settings(max_examples=2)
+@settings(max_examples=1)
 def test_two_steps_of_the_drafting_model(rule: str, seed: int) -> None:
     p, q = Table(3, seed), Table(3, seed + 1)
     drafter = model_drafter(q, "independent", 2)
@@ -115,7 +115,7 @@ def test_two_steps_of_trees_that_grow_where_the_drafter_is_confident(rule: str, 
 
 @pytest.mark.parametrize("rule", TREE_RULES)
 @given(seed=seeds)
-@settings(max_examples=2)
+@settings(max_examples=1)
 def test_a_deep_tree_that_grows_where_the_drafter_is_confident(rule: str, seed: int) -> None:
     p, q = Table(3, seed), Table(3, seed + 1)
     drafter = model_drafter(q, "independent", 3, width=2, max_nodes=5)

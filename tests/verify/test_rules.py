@@ -208,7 +208,7 @@ def test_verbs_of_a_law() -> None:
     p = Law(np.array([1, 4, 6]), np.array([0.5, 0.3, 0.2]), 8)
     q = Law(np.array([1, 2]), np.array([0.9, 0.1]), 8)
     rest, mass = p.residual(q)
-    assert (rest.ids.tolist(), rest.probs.tolist(), mass) == ([4, 6], [pytest.approx(0.6), pytest.approx(0.4)], 0.5)
+    assert (rest.ids.tolist(), rest.probs.tolist(), mass) == ([1, 4, 6], pytest.approx([0, 0.6, 0.4]), 0.5)
     assert p.residual(p) == (p, 0.0)
     assert p.residual(q, 0.5)[1] == pytest.approx(0.25)
     assert p.without(1).probability(4) == pytest.approx(0.6)

@@ -23,6 +23,7 @@ import numpy as np
 
 from sakiyomi.errors import ParameterError
 from sakiyomi.noise import PURPOSE_DRAFT, Randomness
+from sakiyomi.plugins import MAX_DRAFT_TOKENS, check_bounds
 from sakiyomi.sampling.choose import rank
 from sakiyomi.sampling.distributions import KeyedRandomness, Law, law_of
 from sakiyomi.tree import ROOT, Draft, TreeBuilder
@@ -56,8 +57,7 @@ class ModelDrafter(Drafter):
 
         def __post_init__(self) -> None:
             for name in ("num_speculative_tokens", "width", "max_nodes"):
-                if getattr(self, name) < 1:
-                    raise ParameterError(f"{name}={getattr(self, name)}; give at least 1.")
+                check_bounds(name, getattr(self, name), 1, MAX_DRAFT_TOKENS)
             if self.draw not in ("auto", "coupled", "independent", "argmax"):
                 raise ParameterError(f"draw={self.draw!r} is not allowed; give auto, coupled, independent or argmax.")
 

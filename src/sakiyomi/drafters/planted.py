@@ -5,6 +5,7 @@ It guesses what it is told, right or wrong, in any shape, so that every path thr
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
@@ -12,6 +13,8 @@ from dataclasses import dataclass, field
 
 from sakiyomi.tree import Draft
 from sakiyomi.types import Drafter, DrafterContext, Sequence
+
+logger = logging.getLogger("sakiyomi")
 
 Script = Callable[[Sequence, int], Draft]
 """Given a sequence and its budget, the draft."""
@@ -32,6 +35,8 @@ class PlantedDrafter(Drafter):
 
     def __init__(self, config: Config | None = None, context: DrafterContext | None = None) -> None:
         self.config = config or self.Config()
+        if self.config.script is None:
+            logger.warning("planted drafts nothing without a script, which only Python can give it (script=...).")
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         script = self.config.script

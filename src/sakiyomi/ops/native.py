@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from sakiyomi.errors import MissingExtraError, ParameterError
+from sakiyomi.errors import MissingExtraError, ParameterError, advise_extra
 from sakiyomi.ops.base import Blocks, Causal, Dense, LayerWeights, Mask, Ops, Past, StackSpec, Tree
 from sakiyomi.types import GROUP_SIZE, Quantized
 
@@ -54,7 +54,7 @@ class NativeOps(Ops):
         if _native is None:
             raise MissingExtraError(
                 "the native kernels are not built; install a C++17 compiler and reinstall sakiyomi, "
-                'or pip install "sakiyomi[torch]" and use the torch backend.'
+                f"or run {advise_extra('torch')}, and use the torch backend."
             )
         if dtype not in ("int8", "float32"):
             raise ParameterError(f"dtype={dtype!r} is not allowed; give 'int8' or 'float32'.")
@@ -81,7 +81,9 @@ class NativeOps(Ops):
         if not parts or any(len(part.shape) != 2 for part in parts):
             raise ParameterError("a weight is a matrix [N, K], or several over the same input.")
         if self.dtype == "int8" and all(_can_quantize(part) for part in parts):
-            return _native.PackedWeight.from_quantized([_fields(quantize(part)) for part in parts])
+            return _native.PackedWeight.from_quantized(
+                [_fields(quantize(part)) for part in parts], os.environ.get("SAKIYOMI_STORAGE") == "8bit"
+            )
         return _native.PackedWeight.from_dense(
             [_floats(part.dequantize() if isinstance(part, Quantized) else part) for part in parts]
         )

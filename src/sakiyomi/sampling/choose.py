@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib import import_module
 from types import ModuleType
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -148,7 +148,21 @@ def race_reference(ids: Ids, probs: Float64s, key: NoiseKey, count: int = 1) -> 
     return [int(token) for token in ids[np.argsort(-noisy, kind="stable")[:count]]]
 
 
-def log_probs(logits: Float32s, token: int, top: int) -> tuple[float, list[tuple[int, float]]]:
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at one position.
+
+    Attributes:
+        logprob: of the chosen token.
+        rank: how many tokens are at least as probable as the chosen one, itself included.
+        top: the most probable (id, log-probability), best first.
+    """
+
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+def log_probs(logits: Float32s, token: int, top: int) -> TokenLogprobs:
     """Log-probabilities under the softmax of the raw logits, before any parameter acts (vLLM's `raw_logprobs`).
 
     Args:
@@ -157,8 +171,7 @@ def log_probs(logits: Float32s, token: int, top: int) -> tuple[float, list[tuple
         top: how many of the most probable tokens to report, the lower id first among equals.
 
     Returns:
-        The chosen token's log-probability, and the `top` most probable (id, log-probability), best first; ids of
-        probability 0 are left out.
+        `top` of the result leaves ids of probability 0 out.
     """
     row = _row(logits)
     if not 0 <= token < row.size:
@@ -168,7 +181,8 @@ def log_probs(logits: Float32s, token: int, top: int) -> tuple[float, list[tuple
     if not best > -np.inf:
         raise SakiyomiError(f"no log-probabilities: the largest logit is {best}; the model's output is damaged.")
     values = (_shift(row[[*ids, token]], best) - log_total).tolist()
-    return values[-1], list(zip(ids, values[:-1], strict=True))
+    rank = int(np.count_nonzero(row >= row[token]))
+    return TokenLogprobs(values[-1], rank, list(zip(ids, values[:-1], strict=True)))
 
 
 def summarize_reference(row: Float32s, top: int) -> tuple[float, float, list[int]]:

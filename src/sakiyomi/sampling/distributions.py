@@ -28,7 +28,7 @@ class Law:
 
     Attributes:
         ids: ascending ids [K]; all others have probability 0.
-        probs: their probabilities [K], sum 1.
+        probs: their probabilities [K], sum 1; some may be 0.
         vocab_size: V.
     """
 
@@ -47,8 +47,8 @@ class Law:
         return float(self.probs[index]) if index < self.ids.size and self.ids[index] == token else 0.0
 
     def at(self, ids: Ids) -> Float64s:
-        """The probabilities of several ids."""
-        return self.row()[ids]
+        """The probabilities of several ascending ids."""
+        return self.row() if ids.size == self.vocab_size else self.row()[ids]
 
     def row(self) -> Float64s:
         """The probabilities of all ids [V]."""
@@ -66,13 +66,13 @@ class Law:
         """
         rest = np.maximum(scale * self.probs - other.at(self.ids), 0.0)
         mass = float(rest.sum())
-        return (self, 0.0) if mass <= 0 else (self._weighted(rest, mass), mass)
+        return (self, 0.0) if mass <= 0 else (Law(self.ids, rest / mass, self.vocab_size), mass)
 
     def without(self, token: int) -> Law:
         """The law given that the id is not drawn; itself where nothing else could be."""
         rest = np.where(self.ids == token, 0.0, self.probs)
         mass = float(rest.sum())
-        return self if mass <= 0 else self._weighted(rest, mass)
+        return self if mass <= 0 else Law(self.ids, rest / mass, self.vocab_size)
 
     def entropy(self) -> float:
         """In nats."""
@@ -82,10 +82,6 @@ class Law:
     def draw(self, randomness: Randomness, sequence: Sequence, node: int) -> int:
         """The token that follows `node`, the last accepted one of this step."""
         return randomness.draw(sequence.noise_key(node, PURPOSE_CORRECT), self.ids, self.probs)[0]
-
-    def _weighted(self, weights: Float64s, total: float) -> Law:
-        kept = np.flatnonzero(weights > 0)
-        return Law(self.ids[kept], weights[kept] / total, self.vocab_size)
 
 
 def law_of(logits: Float32s, history: History) -> Law:
@@ -147,7 +143,8 @@ def draft_law(draft: Draft, node: int, vocab_size: int) -> Law:
     assert draft.probs is not None
     probs = np.asarray(draft.probs[node], np.float64)
     ids = np.arange(vocab_size) if draft.probs_ids is None else np.asarray(draft.probs_ids[node])
-    return Law(ids, probs / probs.sum(), vocab_size)
+    total = float(probs.sum())
+    return Law(ids, probs if abs(total - 1) <= 1e-12 else probs / total, vocab_size)
 
 
 def is_accepted(randomness: Randomness, sequence: Sequence, node: int, p: float, q: float) -> bool:
