@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sakiyomi.assemble import LoadedModel
+from sakiyomi.decode import forget
 from sakiyomi.drafters.none import NoneDrafter
 from sakiyomi.drafters.planted import PlantedDrafter, Script, follow, scatter, stray
 from sakiyomi.errors import ParameterError
@@ -375,7 +376,7 @@ def drafts_trees(model: MemoModel, drafter: Drafter, context: Context) -> bool:
     """Whether the drafter's guess at a context is a tree."""
     sequence = Bench(model, drafter, [context]).sequence(0)
     draft = drafter.propose([sequence], [TREE_BUDGET])[0]
-    drafter.forget(sequence)
+    forget(drafter, sequence)
     return not draft.is_chain
 
 

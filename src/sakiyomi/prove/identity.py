@@ -185,7 +185,8 @@ def compare(
     sequences, counter = answer(model, Watcher(verifier, judge.see), way, prompts, params, report=report)
     texts = [tuple(sequence.tokens[sequence.num_prompt :]) for sequence in sequences]
     num_same = sum(text == plain.tokens for text, plain in zip(texts, plains, strict=True))
-    finding: Finding = "identical" if num_same == len(plains) and judge.num_same == judge.num_rows else "rounding"
+    num_rows = sum(len(plain.tokens) for plain in plains)
+    finding: Finding = "identical" if num_same == len(plains) and judge.num_same == num_rows else "rounding"
     # A text that differs without a difference seen at any row was not made of what the rows say.
     explained = {difference.prompt for difference in judge.differences}
     unexplained = any(

@@ -19,7 +19,7 @@ from math import inf, log
 import numpy as np
 import numpy.typing as npt
 
-from sakiyomi.decode import step
+from sakiyomi.decode import forget, step
 from sakiyomi.models.toy import TokenCache
 from sakiyomi.noise import derive_seed
 from sakiyomi.params import SamplingParams
@@ -185,7 +185,7 @@ class Bench:
     def _guess(self, sequence: Sequence, vocab_size: int) -> Law | None:
         """The drafter's law of the next token, a function of the text alone; None where it guesses nothing."""
         draft = self.drafter.propose([sequence], [1])[0].trim(1, 1)
-        self.drafter.forget(sequence)
+        forget(self.drafter, sequence)
         return _root_law(draft, vocab_size)
 
 
@@ -298,7 +298,7 @@ class _Run:
             done = step(self.bench.model, self.bench.drafter, self.verifier, [sequence], [context.budget])[0]
             self.num_draft_tokens += done.num_draft
             self.num_accepted_tokens += done.num_accepted
-        self.bench.drafter.forget(sequence)
+        forget(self.bench.drafter, sequence)
         answer = tuple(sequence.tokens[len(context.tokens) :][: context.num_tokens])
         for length, token in enumerate(answer):
             self._judge(index, answer[:length], token)
