@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,21 +202,23 @@ def make_drafter(
     options: ModelOptions,
     more: Mapping[str, Any] | None = None,
     draw: DrawMode = "coupled",
+    wrap: Callable[[Model], Model] = lambda model: model,
 ) -> Drafter:
     """Build a drafter from `name:key=value,...` and further options, or from several that are joined by `+`.
 
     Args:
         draw: how the verifier wants tokens to be found (`Verifier.draw`), where the options leave it open.
+        wrap: put around the target and around every model that the drafter loads.
 
     Raises:
         UnknownNameError, ParameterError, VocabularyError
     """
     drafter, config = _read_drafter(spec, more)
     context = DrafterContext(
-        target.model,
-        lambda model: _load_drafting_model(model, target, options),
+        wrap(target.model),
+        lambda model: wrap(_load_drafting_model(model, target, options)),
         draw,
-        lambda parts: [make_drafter(part, target, options, draw=draw) for part in _split_drafters(parts)],
+        lambda parts: [make_drafter(part, target, options, draw=draw, wrap=wrap) for part in _split_drafters(parts)],
     )
     built: Drafter = drafter(config, context)
     return built

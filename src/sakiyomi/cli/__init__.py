@@ -1,4 +1,4 @@
-"""The command line: `sakiyomi generate | chat | pull | demo`."""
+"""The command line: `sakiyomi generate | chat | pull | demo | prove`."""
 
 from __future__ import annotations
 

@@ -54,6 +54,18 @@ def follow(answers: Mapping[tuple[int, ...], Seq[int]], num_tokens: int) -> Scri
     return script
 
 
+def stray(answers: Mapping[tuple[int, ...], Seq[int]], num_tokens: int, vocab_size: int, seed: int = 0) -> Script:
+    """A script that drafts chains which leave the known answer at a random place; a function of seed and position."""
+
+    def script(sequence: Sequence, budget: int) -> Draft:
+        rng = random.Random(f"{seed}/{len(sequence.tokens)}")
+        truth = _continuation(answers, sequence)[: rng.randint(0, num_tokens)]
+        rest = [rng.randrange(vocab_size) for _ in range(num_tokens - len(truth))]
+        return Draft.chain([*truth, *rest][: min(num_tokens, budget)])
+
+    return script
+
+
 def scatter(answers: Mapping[tuple[int, ...], Seq[int]], num_nodes: int, vocab_size: int, seed: int = 0) -> Script:
     """A script that plants known answers in random trees.
 
