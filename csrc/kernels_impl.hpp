@@ -448,9 +448,10 @@ inline void score_keys(const KeyBlock& block, int half, float scale, const float
                     for (int h = 0; h < HEADS; ++h) dots[h][i] = fma(k, query[h][part], dots[h][i]);
                 }
             } else {
-                for (int64_t at = 0; at < padded; at += kLanes) {
-                    const Vf k = load(key + at);
-                    for (int h = 0; h < HEADS; ++h) dots[h][i] = fma(k, load(queries + h * padded + at), dots[h][i]);
+                for (int part = 0; part < static_cast<int>(padded / kLanes); ++part) {
+                    const Vf k = load(key + part * kLanes);
+                    for (int h = 0; h < HEADS; ++h)
+                        dots[h][i] = fma(k, load(queries + h * padded + part * kLanes), dots[h][i]);
                 }
             }
         }
@@ -495,9 +496,10 @@ void attend_block(const KeyBlock& block, float scale, RowState<HEADS>& state) {
         for (int64_t part = 0; part < num_parts; ++part)
             store(sums + part * kLanes, mul(load(sums + part * kLanes), factor));
     }
-    int64_t part = 0;
-    for (; part + 4 <= num_parts; part += 4) add_values<HEADS, 4>(block, scores, part * kLanes, state.sums);
-    for (; part < num_parts; ++part) add_values<HEADS, 1>(block, scores, part * kLanes, state.sums);
+    int64_t at = 0;
+    for (; at + 4 * kLanes <= padded; at += 4 * kLanes) add_values<HEADS, 4>(block, scores, at, state.sums);
+    if constexpr (PARTS == 0)
+        for (; at < padded; at += kLanes) add_values<HEADS, 1>(block, scores, at, state.sums);
 }
 
 inline int position_in_block(int64_t position, int64_t start) {

@@ -19,10 +19,14 @@
 
 namespace sakiyomi {
 
-PackedWeight::PackedWeight(Storage stored, std::int64_t n, std::int64_t k) : storage(stored), num_outputs(n), num_inputs(k) {
+PackedWeight::PackedWeight(Storage stored, std::int64_t n, std::int64_t k) : PackedWeight(stored, n, k, nullptr) {
+    bytes = SlabBytes(static_cast<std::size_t>(num_bytes()));
+}
+
+PackedWeight::PackedWeight(Storage stored, std::int64_t n, std::int64_t k, const std::uint8_t* packed)
+    : storage(stored), num_outputs(n), num_inputs(k), bytes(SlabBytes::borrow(packed)) {
     check(n > 0 && k > 0, "a weight needs at least one row and one column.");
     check(!is_quantized() || k % kGroup == 0, "a quantized weight needs K to be a multiple of 32.");
-    bytes = SlabBytes(static_cast<std::size_t>(num_bytes()));
 }
 
 namespace {
@@ -183,6 +187,45 @@ std::unique_ptr<PackedWeight> pack_dense(const nb::list& parts) {
     return weight;
 }
 
+int value_bits(const PackedWeight& weight) {
+    return weight.storage == Storage::kFloats ? 32 : weight.storage == Storage::kBytes ? 8 : 4;
+}
+
+using PackedBytes = nb::ndarray<nb::numpy, const std::uint8_t, nb::ndim<1>, nb::c_contig>;
+
+// The bytes as `from_packed` takes them back; the array keeps the weight alive.
+PackedBytes packed_bytes(nb::handle self) {
+    const PackedWeight& weight = nb::cast<const PackedWeight&>(self);
+    const std::size_t shape[1] = {static_cast<std::size_t>(weight.num_bytes())};
+    return PackedBytes(weight.bytes.get(), 1, shape, self);
+}
+
+// The caller keeps `bytes` alive (nb::keep_alive).
+std::unique_ptr<PackedWeight> from_packed(int bits, std::int64_t n, std::int64_t k, In<std::uint8_t, nb::ndim<1>> bytes) {
+    check(bits == 4 || bits == 8 || bits == 32, "a packed weight has 4, 8 or 32 bits a value.");
+    const Storage storage = bits == 4 ? Storage::kNibbles : bits == 8 ? Storage::kBytes : Storage::kFloats;
+    auto weight = std::make_unique<PackedWeight>(storage, n, k, bytes.data());
+    check_equal("the number of packed bytes", static_cast<std::int64_t>(bytes.shape(0)), weight->num_bytes());
+    check(reinterpret_cast<std::uintptr_t>(bytes.data()) % 64 == 0, "packed bytes must start at a multiple of 64.");
+    return weight;
+}
+
+// A checksum that runs at the speed of memory: eight sums of words, each turned before the next word, joined at the end.
+std::uint64_t checksum(In<std::uint8_t, nb::ndim<1>> bytes) {
+    nb::gil_scoped_release released;
+    std::uint64_t sums[8] = {1, 2, 3, 4, 5, 6, 7, 8}, word = 0;
+    const std::size_t size = bytes.shape(0), whole = size / 64 * 64;
+    for (std::size_t i = 0; i < whole; i += 64)
+        for (int lane = 0; lane < 8; ++lane) {
+            std::memcpy(&word, bytes.data() + i + lane * 8, 8);
+            sums[lane] = (sums[lane] << 5 | sums[lane] >> 59) + word;
+        }
+    std::uint64_t total = size;
+    for (const std::uint64_t sum : sums) total = (total ^ sum) * 0x9e3779b97f4a7c15u;
+    for (std::size_t i = whole; i < size; ++i) total = (total ^ bytes.data()[i]) * 0x9e3779b97f4a7c15u;
+    return total;
+}
+
 void embed(const PackedWeight& weight, In<std::int32_t, nb::ndim<1>> ids, Out<float, nb::ndim<2>> out) {
     const std::int64_t num_rows = static_cast<std::int64_t>(ids.shape(0));
     check_equal("the number of rows of out", static_cast<std::int64_t>(out.shape(0)), num_rows);
@@ -206,7 +249,11 @@ void bind_weights(nanobind::module_& m) {
         .def_static("from_dense", &pack_dense, nb::arg("parts"))
         .def_prop_ro("shape", [](const PackedWeight& w) { return nb::make_tuple(w.num_outputs, w.num_inputs); })
         .def_prop_ro("is_quantized", &PackedWeight::is_quantized)
-        .def_prop_ro("value_bits", [](const PackedWeight& w) { return w.storage == Storage::kFloats ? 32 : w.storage == Storage::kBytes ? 8 : 4; })
+        .def_static("from_packed", &from_packed, nb::arg("bits"), nb::arg("n"), nb::arg("k"), nb::arg("bytes").noconvert(),
+                    nb::keep_alive<0, 4>())
+        .def_prop_ro("value_bits", &value_bits)
+        .def_prop_ro("packed", &packed_bytes)
         .def_prop_ro("num_bytes", &PackedWeight::num_bytes);
+    m.def("checksum", &checksum, nb::arg("bytes").noconvert());
     m.def("embed", &embed, nb::arg("weight"), nb::arg("ids").noconvert(), nb::arg("out").noconvert());
 }

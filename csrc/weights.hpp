@@ -15,6 +15,12 @@ class SlabBytes {
    public:
     SlabBytes() = default;
     explicit SlabBytes(std::size_t num_bytes);
+    // Memory that belongs to somebody else, who must outlive this.
+    static SlabBytes borrow(const std::uint8_t* bytes) {
+        SlabBytes borrowed;
+        borrowed.bytes_ = const_cast<std::uint8_t*>(bytes);
+        return borrowed;
+    }
     std::uint8_t* get() const { return bytes_; }
 
    private:
@@ -28,7 +34,8 @@ struct PackedWeight {
     std::int64_t num_outputs = 0, num_inputs = 0;
     SlabBytes bytes;
 
-    PackedWeight(Storage storage, std::int64_t n, std::int64_t k);
+    PackedWeight(Storage storage, std::int64_t n, std::int64_t k);                      // zeroed memory of its own
+    PackedWeight(Storage storage, std::int64_t n, std::int64_t k, const std::uint8_t* packed);  // borrowed memory
     bool is_quantized() const { return storage != Storage::kFloats; }
     std::int64_t num_blocks() const { return (num_outputs + kLanes - 1) / kLanes; }
     std::int64_t block_bytes() const {

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -101,6 +102,7 @@ class Checkpoint:
             for; q/k rows are in transformers' order (rotary halves), GGUF files are permuted back.
         tokenizer: the tokenizer's data, or None where the folder has none.
         end_token_ids: every id at which the files say that generation ends.
+        files: the files that hold the tensors; empty where there are none.
     """
 
     name: str
@@ -108,6 +110,7 @@ class Checkpoint:
     tensors: Mapping[str, Tensor]
     tokenizer: TokenizerData | None
     end_token_ids: tuple[int, ...]
+    files: tuple[Path, ...] = ()
 
 
 # ---------------------------------------------------------------------------------------------- sequences

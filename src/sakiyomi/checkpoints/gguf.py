@@ -103,6 +103,7 @@ def read_gguf(path: Path) -> Checkpoint:
         tensors=tensors,
         tokenizer=tokenizer,
         end_token_ids=_find_end_tokens(tokenizer),
+        files=(path,),
     )
 
 

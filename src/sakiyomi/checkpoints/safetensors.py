@@ -51,6 +51,7 @@ def read_safetensors(folder: Path) -> Checkpoint:
         tensors=SafetensorsFolder(folder),
         tokenizer=tokenizer,
         end_token_ids=_end_token_ids(folder, config, tokenizer),
+        files=tuple(_weight_files(folder)),
     )
 
 

@@ -253,13 +253,18 @@ class _Loader:
         return self.ops.array(tensor)
 
     def stacked(self, prefix: str, parts: Sequence[str]) -> Any:
-        return self.ops.weight([self.tensor(f"{prefix}{part}.weight") for part in parts])
+        return self.ops.named_weight(
+            prefix + "+".join(parts), lambda: [self.tensor(f"{prefix}{part}.weight") for part in parts]
+        )
 
     def rows(self, name: str, count: int) -> Any:
-        tensor = self.tensor(name)
-        if count == tensor.shape[0]:
-            return self.ops.weight(tensor)
-        return self.ops.weight(tensor[:count] if isinstance(tensor, np.ndarray) else tensor.rows(slice(count)))
+        def load() -> Tensor:
+            tensor = self.tensor(name)
+            if count == tensor.shape[0]:
+                return tensor
+            return tensor[:count] if isinstance(tensor, np.ndarray) else tensor.rows(slice(count))
+
+        return self.ops.named_weight(f"{name}[:{count}]", load)
 
     def layer(self, index: int) -> LayerWeights:
         config, prefix = self.config, f"model.layers.{index}."

@@ -11,7 +11,7 @@ an implementation may replace by a fused one with the same result.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from sakiyomi.types import Array, Quantized
 
+Matrix: TypeAlias = "npt.NDArray[Any] | Quantized"
 Weight: TypeAlias = Any  # what `Ops.weight` made of a matrix
 
 
@@ -153,8 +154,12 @@ class Ops(ABC):
         """A vector or table of parameters in the working precision."""
 
     @abstractmethod
-    def weight(self, matrix: npt.NDArray[Any] | Quantized | Sequence[npt.NDArray[Any] | Quantized]) -> Weight:
+    def weight(self, matrix: Matrix | Sequence[Matrix]) -> Weight:
         """Prepare an [N, K] matrix for `linear` and `embed`; a sequence of matrices is stacked along N."""
+
+    def named_weight(self, name: str, load: Callable[[], Matrix | Sequence[Matrix]]) -> Weight:
+        """`weight(load())`; an implementation may keep what it made under `name` and load nothing the next time."""
+        return self.weight(load())
 
     @abstractmethod
     def to_numpy(self, x: Array) -> npt.NDArray[np.float32]:

@@ -7,16 +7,17 @@ C-contiguous float32; weights are float32 or unsigned 8-bit in groups of 32, cac
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from sakiyomi.errors import MissingExtraError, ParameterError, advise_extra
-from sakiyomi.ops.base import Blocks, Causal, Dense, LayerWeights, Mask, Ops, Past, StackSpec, Tree
+from sakiyomi.ops.base import Blocks, Causal, Dense, LayerWeights, Mask, Matrix, Ops, Past, StackSpec, Tree
 from sakiyomi.types import GROUP_SIZE, Quantized
 
 _native: Any
@@ -26,12 +27,38 @@ except ImportError:
     _native = None
 
 Floats: TypeAlias = npt.NDArray[np.float32]
-Matrix: TypeAlias = "npt.NDArray[Any] | Quantized"
 
 MAX_THREADS = 256
 ROPE_BLOCK = 1024
 _LARGEST_HALF = 65504.0
 _MAX_STACKS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A weight as the kernels read it.
+
+    Attributes:
+        bits: per value: 4, 8 or 32.
+        shape: [N, K].
+        data: uint8, at an address that is a multiple of 64; its layout is that of csrc/kernels.hpp.
+    """
+
+    bits: int
+    shape: tuple[int, int]
+    data: npt.NDArray[np.uint8]
+
+
+class WeightStore(Protocol):
+    """Keeps packed weights from one start to the next (models/packed.py)."""
+
+    def find(self, name: str) -> Packed | None:
+        """What was kept under a name."""
+        ...
+
+    def add(self, name: str, packed: Packed) -> None:
+        """Keep a weight under a name."""
+        ...
 
 
 class NativeOps(Ops):
@@ -41,6 +68,11 @@ class NativeOps(Ops):
         dtype: "int8" holds quantized matrices as they are, quantizes float ones whose width is a multiple of 32, and
             rounds the inputs of `linear` to 8 bits in groups of 32; caches are float16. "float32" rounds nothing.
         threads: threads that share the work of an operation; None takes the CPUs that this process may use.
+        store: where `named_weight` keeps packed weights, or None.
+
+    Environment:
+        SAKIYOMI_ISA: avx512, avx2 or portable, instead of the widest that the machine has.
+        SAKIYOMI_STORAGE: "8bit" holds four-bit matrices in eight bits, for comparison; the results are the same bits.
 
     Raises:
         MissingExtraError: the package was installed without its C++ kernels.
@@ -50,7 +82,13 @@ class NativeOps(Ops):
     name = "native"
     is_bit_exact = True
 
-    def __init__(self, *, dtype: Literal["int8", "float32"] = "int8", threads: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        dtype: Literal["int8", "float32"] = "int8",
+        threads: int | None = None,
+        store: WeightStore | None = None,
+    ) -> None:
         if _native is None:
             raise MissingExtraError(
                 "the native kernels are not built; install a C++17 compiler and reinstall sakiyomi, "
@@ -68,6 +106,8 @@ class NativeOps(Ops):
             raise ParameterError(str(error)) from None
         self.dtype = dtype
         self.threads = count_cpus() if threads is None else threads
+        self._store = store
+        self._bytes_only = os.environ.get("SAKIYOMI_STORAGE") == "8bit"
         self._rope_tables: dict[tuple[bytes, float], Floats] = {}
         self._stacks: dict[tuple[int, int, int], tuple[tuple[LayerWeights, ...], StackSpec, Any]] = {}
 
@@ -81,12 +121,19 @@ class NativeOps(Ops):
         if not parts or any(len(part.shape) != 2 for part in parts):
             raise ParameterError("a weight is a matrix [N, K], or several over the same input.")
         if self.dtype == "int8" and all(_can_quantize(part) for part in parts):
-            return _native.PackedWeight.from_quantized(
-                [_fields(quantize(part)) for part in parts], os.environ.get("SAKIYOMI_STORAGE") == "8bit"
-            )
+            return _native.PackedWeight.from_quantized([_fields(quantize(part)) for part in parts], self._bytes_only)
         return _native.PackedWeight.from_dense(
             [_floats(part.dequantize() if isinstance(part, Quantized) else part) for part in parts]
         )
+
+    def named_weight(self, name: str, load: Callable[[], Matrix | Sequence[Matrix]]) -> Any:
+        kept = None if self._store is None else self._store.find(name)
+        if kept is not None:
+            return _native.PackedWeight.from_packed(kept.bits, *kept.shape, kept.data)
+        weight = self.weight(load())
+        if self._store is not None:
+            self._store.add(name, Packed(weight.value_bits, weight.shape, weight.packed))
+        return weight
 
     def to_numpy(self, x: Floats) -> Floats:
         return x
@@ -216,6 +263,12 @@ class NativeOps(Ops):
             table = np.concatenate(blocks if table is None else [table, *blocks])
             self._rope_tables[key] = table
         return table
+
+
+def checksum(data: npt.NDArray[np.uint8]) -> int:
+    """A 64-bit number of the bytes [N] that damage changes; it is read at the speed of memory."""
+    number: int = _native.checksum(data)
+    return number
 
 
 def count_cpus() -> int:
