@@ -3,6 +3,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "dispatch.hpp"
 #include "kernels.hpp"
 #ifdef SAKIYOMI_X86
 #include <cpuid.h>
@@ -52,6 +53,15 @@ const Kernels* find(const std::string& name, const Support& support) {
     return nullptr;
 }
 
+}  // namespace
+
+std::string available_isas() {
+    const Support support = detect();
+    return std::string("portable") + (support.avx2 ? " avx2" : "") + (support.avx512 ? " avx512" : "");
+}
+
+namespace {
+
 const Kernels& choose_kernels() {
     const Support support = detect();
     const std::string widest = support.avx512 ? "avx512" : support.avx2 ? "avx2" : "portable";
@@ -59,10 +69,7 @@ const Kernels& choose_kernels() {
     const std::string name = wish != nullptr && *wish != '\0' ? wish : widest;
     const Kernels* found = find(name, support);
     if (found != nullptr) return *found;
-    std::string allowed = "portable";
-    if (support.avx2) allowed += ", avx2";
-    if (support.avx512) allowed += ", avx512";
-    throw std::invalid_argument("SAKIYOMI_ISA=" + name + " is not available here; use one of: " + allowed + ".");
+    throw std::invalid_argument("SAKIYOMI_ISA=" + name + " is not available here; use one of: " + available_isas() + ".");
 }
 
 }  // namespace

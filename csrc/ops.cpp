@@ -4,10 +4,12 @@
 #include <vector>
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include "arrays.hpp"
 #include "attention.hpp"
+#include "dispatch.hpp"
 #include "kernels.hpp"
 #include "parallel.hpp"
 #include "weights.hpp"
@@ -268,6 +270,7 @@ void argmax(Matrix x, Out<std::int64_t, nb::ndim<1>> out, int num_threads) {
 void bind_ops(nanobind::module_& m) {
     using namespace sakiyomi;
     using nb::arg;
+    m.def("isas", [] { return available_isas(); }, "Instruction sets that run here, narrowest first, separated by blanks.");
     m.def("isa", [] { return kernels().name; }, "The instruction set in use: portable, avx2 or avx512.");
     m.def("linear", &linear, arg("x").noconvert(), arg("weight"), arg("bias").noconvert().none(), arg("out").noconvert(),
           arg("threads"));

@@ -368,3 +368,31 @@ def test_every_instruction_set(isa: str) -> None:
     files = "\0".join(str(folder / name) for name in ("test_native.py", "test_bitwise.py"))
     result = run_python(f"-m\0pytest\0-q\0-p\0no:cacheprovider\0{files}", isa)
     assert result.returncode == 0, result.stdout[-3000:]
+
+
+class TestStorage:
+    """Four-bit storage of values that fit, against the same values in eight bits."""
+
+    @pytest.mark.parametrize(("n", "k"), [*SHAPES, (130, 1536)])
+    def test_four_and_eight_bits_give_the_same_bits(
+        self, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, n: int, k: int
+    ) -> None:
+        w = random_quantized(rng, n, k)
+        w = Quantized(w.values % 16, w.scales, w.mins)
+        small = NativeOps(threads=2)
+        monkeypatch.setenv("SAKIYOMI_STORAGE", "8bit")
+        large = NativeOps(threads=2)
+        four, eight = small.weight(w), large.weight(w)
+        assert (four.value_bits, eight.value_bits) == (4, 8)
+        assert eight.num_bytes > 1.7 * four.num_bytes
+        for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 23, 64):
+            x = normal(rng, rows, k) * 3
+            assert small.linear(x, four).tobytes() == large.linear(x, eight).tobytes(), rows
+        ids = np.arange(n, dtype=np.int32)
+        assert small.embed(four, ids).tobytes() == large.embed(eight, ids).tobytes()
+
+    def test_one_large_value_needs_eight_bits(self, rng: np.random.Generator) -> None:
+        w = random_quantized(rng, 20, 64)
+        values = w.values % 16
+        values[19, 63] = 16
+        assert NativeOps(threads=1).weight(Quantized(values, w.scales, w.mins)).value_bits == 8

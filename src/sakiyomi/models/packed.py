@@ -31,6 +31,8 @@ VERSION = 1
 PREFIX = struct.Struct("<8sQQQ")
 ALIGNMENT = 4096
 HEAD_BYTES = 1 << 16
+MIN_BYTES = 16 << 20
+"""Smaller models are packed in a moment and not kept."""
 
 
 class PackedFile:
@@ -69,10 +71,10 @@ class PackedFile:
         self._added[name] = packed
 
     def save(self) -> None:
-        """Write what was found and added, if anything was added; a folder that cannot be written changes nothing."""
-        if not self._added:
-            return
+        """Write all weights if any was added; a small model, or a folder that cannot be written, leaves no file."""
         weights = {**self._found, **self._added}
+        if not self._added or sum(packed.data.size for packed in weights.values()) < MIN_BYTES:
+            return
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _write(self.path, self._source, weights)
@@ -102,7 +104,7 @@ def _write(path: Path, source: Any, weights: dict[str, Packed]) -> None:
             file.write(header)
             for name, packed in weights.items():
                 file.seek(start + entries[name]["offset"])
-                file.write(memoryview(packed.data))
+                packed.data.tofile(file)
             file.truncate(start + offset)
         os.replace(working, path)
     except BaseException:

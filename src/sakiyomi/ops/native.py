@@ -271,6 +271,11 @@ def checksum(data: npt.NDArray[np.uint8]) -> int:
     return number
 
 
+def list_isas() -> list[str]:
+    """The instruction sets that SAKIYOMI_ISA may name on this machine, narrowest first."""
+    return str(_native.isas()).split()
+
+
 def count_cpus() -> int:
     """CPUs that this process may use, by affinity and by the quota of its control group; at least 1."""
     try:
