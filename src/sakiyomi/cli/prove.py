@@ -39,7 +39,7 @@ def prove(
     ] = None,
     top_p: Annotated[float, typer.Option("--top-p", help="With --temperature: keep this share.")] = 1.0,
     top_k: Annotated[int, typer.Option("--top-k", help="With --temperature: keep the k most probable; 0: all.")] = 0,
-    num_tokens: Annotated[int, typer.Option("--tokens", help="Tokens of each answer that is compared.")] = 24,
+    num_tokens: Annotated[int, typer.Option("--tokens", help="Tokens of each answer that is compared.")] = 32,
     num_draws: Annotated[int, typer.Option("--draws", help="Answers drawn to test a distribution.")] = 6000,
     seed: Annotated[int, typer.Option("--seed", help="Seed of everything that is drawn.")] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
@@ -170,9 +170,12 @@ def _print(certificate: Certificate) -> None:
 
     from sakiyomi.prove.page import provenance_rows, summarize, tables
 
-    console = Console(highlight=False)
-    for table in (table.without_details() for table in tables(certificate)):
+    console = Console(highlight=False, soft_wrap=True)
+    for table in (table.without_details() for table in tables(certificate, is_short=True)):
         shown = Table(*table.head, title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+        shown.padding = (0, 1, 0, 0)
+        for column in shown.columns:
+            column.no_wrap = True
         for row in table.rows:
             shown.add_row(*(Text(cell) for cell in row))
         console.print(shown)

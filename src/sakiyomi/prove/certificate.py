@@ -65,7 +65,7 @@ class Plan:
     """
 
     settings: tuple[SamplingParams, ...] = DEFAULT_SETTINGS
-    num_tokens: int = 24
+    num_tokens: int = 32
     num_draws: int = 6000
     num_contexts: int = 2
     budget: int | None = None
@@ -212,20 +212,18 @@ class _Run:
         size = self.model.info.vocab_size
         yield Way("drafter", drafter)
         yield Way("drafter", drafter, budget=2, batch=max(num, 2), is_reversed=True)
-        yield Way("no drafts, in company", NoneDrafter(), budget=False, batch=max(num, 2))
-        yield Way("chains of the answer", planted(follow(truth, 6)), batch=2)
-        yield Way("chains that go wrong", planted(stray(truth, 5, size)), budget=5, batch=max(num, 2), is_reversed=True)
-        yield Way("trees with wrong siblings", planted(scatter(truth, 12, size)), batch=max(num, 2))
-        yield Way(
-            "trees with wrong siblings", planted(scatter(truth, 12, size, 1)), budget=4, batch=2, is_reversed=True
-        )
+        yield Way("plain, batched", NoneDrafter(), budget=False, batch=max(num, 2))
+        yield Way("true chains", planted(follow(truth, 6)), batch=2)
+        yield Way("stray chains", planted(stray(truth, 5, size)), budget=5, batch=max(num, 2), is_reversed=True)
+        yield Way("planted trees", planted(scatter(truth, 12, size)), batch=max(num, 2))
+        yield Way("planted trees", planted(scatter(truth, 12, size, 1)), budget=4, batch=2, is_reversed=True)
 
     def _run_identity_controls(
         self, plains: Seq[Plain], setting: SamplingParams, noise: Noise | None
     ) -> list[IdentityResult]:
         """At temperature 0 a second draw is the same as the first, so only the other controls are wrong there."""
         truth = {plain.prompt: plain.tokens for plain in plains}
-        way = Way("chains that go wrong", planted(stray(truth, 5, self.model.info.vocab_size)), batch=len(plains))
+        way = Way("stray chains", planted(stray(truth, 5, self.model.info.vocab_size)), batch=len(plains))
         controls = [control for control in CONTROLS if not (setting.is_greedy and control.name == "redraw")]
         return [
             self._compare(way, plains, setting, noise, control(self.verifier), f"{control.name}: {control.error}")
@@ -282,7 +280,7 @@ class _Run:
         return self._conclude(
             results,
             [],
-            claim="sampled answers have the target's own distribution"
+            claim="sampled answers have the target's own distribution, as far as the stated test can tell"
             + (", and at temperature 0 every token is the one of plain decoding" if greedy else ""),
             is_refuted=any(result.finding == "fault" for result in results) or (law is not None and law.is_rejected),
             has_drafted=law is not None and law.num_draft_tokens > 0,

@@ -15,6 +15,7 @@ from sakiyomi.prove.sequential import e_to_text
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 760, 300, 56, 36, 12
 COLOURS = ("#0a6", "#c22", "#b60", "#729")
+MAX_CONTROL_DIFFERENCES = 2
 MAX_POWER_OF_TEN = 6.0  # where a curve leaves the picture
 
 
@@ -40,14 +41,15 @@ class Table:
         )
 
 
-def tables(certificate: Certificate) -> Iterator[Table]:
-    """The evidence."""
+def tables(certificate: Certificate, *, is_short: bool = False) -> Iterator[Table]:
+    """The evidence; in short without what controls did wrong."""
     if certificate.identity or certificate.identity_controls:
         yield _identity_table(certificate)
     differences = [
         (result, one)
         for result in (*certificate.identity, *certificate.identity_controls)
-        for one in result.differences[: 20 if result.error is None else 2]
+        for one in result.differences[: MAX_CONTROL_DIFFERENCES if result.error else None]
+        if not (is_short and result.error)
     ]
     if differences:
         yield Table(
@@ -130,7 +132,8 @@ def _describe_power(law: LawResult) -> Iterator[str]:
 def provenance_rows(certificate: Certificate) -> list[tuple[str, str]]:
     """What was run."""
     hidden = ("prompt_token_ids",)
-    return [(key.replace("_", " "), _text(value)) for key, value in certificate.provenance.items() if key not in hidden]
+    values = certificate.provenance.items()
+    return [(key.replace("_", " "), _text(value)) for key, value in values if key not in hidden and value is not None]
 
 
 def _text(value: object) -> str:
@@ -178,7 +181,7 @@ def _law_table(results: Seq[LawResult]) -> Table:
                 f"{result.num_accepted_tokens} of {result.num_draft_tokens}",
                 e_to_text(result.log_e),
                 f"{1 / ALPHA:g}",
-                ("rejected" if result.is_rejected else "not rejected")
+                ("failed" if result.is_rejected else "passed")
                 if result.error is None
                 else _control_finding(result.is_rejected),
             )
@@ -196,7 +199,7 @@ def _prefix_table(certificate: Certificate, law: LawResult) -> Table:
         total = max(sum(result.counts), 1)
         return (
             f"{result.context}: {_describe_context(certificate.contexts[result.context])}",
-            " ".join(map(str, result.prefix)) or "(first token)",
+            " ".join(map(str, result.prefix)) or "(start)",
             str(sum(result.counts)),
             " ".join(f"{p:.3f}" for p in result.probs),
             " ".join(f"{count / total:.3f}" for count in result.counts),
@@ -205,8 +208,8 @@ def _prefix_table(certificate: Certificate, law: LawResult) -> Table:
         )
 
     return Table(
-        "The verifier's draws behind each beginning of an answer, by cells of the law",
-        ("context", "behind tokens", "draws", "expected", "drawn", "e-value", "noticed from"),
+        "The verifier's draws behind each beginning of an answer, and the least deviation that they would show",
+        ("context", "behind", "draws", "expected", "drawn", "e-value", "least TV"),
         tuple(row(result) for result in law.prefixes),
         details=(3, 4),
     )
