@@ -13,6 +13,7 @@ import pytest
 from toys import PLAN, PROMPTS, RoundingModel, drafting, load, make_target
 
 from sakiyomi.assemble import make_verifier
+from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.drafters.none import NoneDrafter
 from sakiyomi.errors import ParameterError
 from sakiyomi.params import SamplingParams
@@ -20,6 +21,7 @@ from sakiyomi.prove.certificate import Certificate, certify, describe_model, dig
 from sakiyomi.prove.controls import AcceptControl, RedrawControl, ShiftControl
 from sakiyomi.prove.page import provenance_rows, render, tables
 from sakiyomi.tree import Draft
+from sakiyomi.types import DrafterContext
 
 SHORT = replace(PLAN, num_draws=400)
 
@@ -79,6 +81,19 @@ def test_nothing_drafted_is_void() -> None:
         certificate = certify(make_target(), lambda wrap: NoneDrafter(), make_verifier(rule), PROMPTS, SHORT)
         assert certificate.outcome == "void"
         assert "guessed nothing" in certificate.reason
+
+
+def test_a_drafter_that_equals_the_target_is_certified() -> None:
+    target, verifier = make_target(), make_verifier("rejection")
+
+    def build(wrap):
+        context = DrafterContext(wrap(target.model), lambda name: wrap(target.model), verifier.draw)
+        return ModelDrafter(ModelDrafter.Config(model="itself"), context)
+
+    certificate = certify(target, build, verifier, PROMPTS, SHORT)
+    assert certificate.outcome == "proven", certificate.reason
+    assert certificate.law.num_accepted_tokens == certificate.law.num_draft_tokens
+    assert [control.is_rejected for control in certificate.law_controls] == [False, False, True]
 
 
 def test_a_setting_without_a_guess_is_void() -> None:

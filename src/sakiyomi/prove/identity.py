@@ -29,8 +29,8 @@ from sakiyomi.verify.match import MatchVerifier
 Logits: TypeAlias = npt.NDArray[np.float32]
 Finding = Literal["identical", "rounding", "fault"]
 
-NOISE_MARGIN = 2.0  # the noise is measured on some rows, and a row not among them may have a little more
-MAX_NOISE_ULPS = 64.0  # what differs by more is no rounding
+NOISE_MARGIN = 8.0  # the noise is measured on some rows in some shapes; others were seen to have twice as much
+MAX_NOISE_ULPS = 256.0  # what differs by more is no rounding
 EPSILONS = {"float64": 2.0**-23, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}  # logits are float32
 MAX_DIFFERENCES = 20  # listed per way
 

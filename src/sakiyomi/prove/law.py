@@ -397,6 +397,6 @@ def _rank_places(model: MemoModel, drafter: Drafter, places: Seq[Context]) -> li
     scored = []
     for index, place in enumerate(places):
         node = probe.node(index, ())
-        if node.over_rated is not None and 0 < node.over < 1:
+        if node.over_rated is not None and node.probs.size > 1:
             scored.append((abs(node.entropy - GOOD_ENTROPY), index, place))
     return [place for _, _, place in sorted(scored, key=lambda entry: entry[:2])]
