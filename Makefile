@@ -63,6 +63,9 @@ demo: build
 # The kernel tests over an AddressSanitizer and UndefinedBehaviorSanitizer build, on every instruction set that runs here.
 # Python itself is not instrumented, so the libraries are loaded before it and leaks (its own) are not reported.
 SANITIZED := build/sanitize/package
+# The finder of the editable installation would come before PYTHONPATH.
+WITHOUT_EDITABLE := import sys; sys.meta_path = [f for f in sys.meta_path if "ScikitBuild" not in type(f).__name__]; \
+	import sakiyomi, pytest; assert "sanitize" in sakiyomi.__file__; sys.exit(pytest.main(sys.argv[1:]))
 sanitize: setup
 	$(BIN)/cmake -S . -B build/sanitize/cmake -G Ninja -DCMAKE_MAKE_PROGRAM="$$($(BIN)/python -c 'import shutil; print(shutil.which("ninja", path="$(BIN):" + __import__("os").environ["PATH"]))')" \
 		-DCMAKE_BUILD_TYPE=RelWithDebInfo -DSAKIYOMI_SANITIZE=ON -DPython_EXECUTABLE="$(abspath $(BIN)/python)"
@@ -73,7 +76,7 @@ sanitize: setup
 		echo "sanitized kernel tests: $$isa"; \
 		PYTHONPATH=$(SANITIZED) SAKIYOMI_ISA=$$isa ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 		LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
-		$(BIN)/python -m pytest -q -p no:cacheprovider tests/ops/test_native.py tests/ops/test_bitwise.py tests/ops/test_pool.py tests/sampling -k "not torch and not fork"; \
+		$(BIN)/python -c '$(WITHOUT_EDITABLE)' -q -p no:cacheprovider tests/ops/test_native.py tests/ops/test_bitwise.py tests/ops/test_pool.py tests/sampling -k "not torch and not fork"; \
 	done
 
 clean:

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -63,7 +63,7 @@ FEATURES = (
 MATRICES = ("qkv", "output", "gate_up", "down")
 LLAMA_PRECISIONS = ("Q8_0", "Q4_0", "file")
 
-NUM_PARTS = 16
+NUM_PARTS = 32
 
 Request = dict[str, Any]
 Bytes = npt.NDArray[np.uint8]
@@ -84,7 +84,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine and its limits: bandwidths in GB/s, int8 operations from registers in GOP/s."""
+    """The machine and its limits for our threads: bandwidths in GB/s, int8 operations from registers in GOP/s."""
 
     cpus: int
     features: list[str]
@@ -104,7 +104,7 @@ class MachineMeter:
         self.best: dict[str, float] = defaultdict(float)
 
     def measure(self) -> None:
-        """About 30 bursts of a millisecond for each limit: some are likely to run undisturbed."""
+        """Bursts of well under a millisecond: some are likely to run undisturbed."""
         for part in range(NUM_PARTS):
             # A part of the buffer has left the near caches by the time that its turn comes again.
             here = slice(part * self.part_bytes, (part + 1) * self.part_bytes)
@@ -112,7 +112,7 @@ class MachineMeter:
             self._note("read", partial(self._read, source))
             self._note("copy", partial(self._copy, source, target))
             for _ in range(2):
-                self._note("int8", partial(native.multiply, 250_000 // self.threads, self.threads))
+                self._note("int8", partial(native.multiply, 250_000, 1))
 
     def result(self) -> Machine:
         return Machine(
@@ -120,7 +120,7 @@ class MachineMeter:
             features=cpu_features(),
             read_gb_s=self.best["read"],
             copy_gb_s=self.best["copy"],
-            int8_gop_s=self.best["int8"],
+            int8_gop_s=self.threads * self.best["int8"],  # cores share no arithmetic units
         )
 
     def _read(self, source: Bytes) -> int:
@@ -348,7 +348,7 @@ def run_rounds(engines: Seq[Engine], plan: Plan, meter: MachineMeter) -> Times:
 
 @dataclass(frozen=True)
 class Profile:
-    """Where the time goes, in milliseconds per pass; the phases, `sync` and `python` add up to `total`.
+    """Where the time of a call goes, in milliseconds.
 
     Attributes:
         phases: work of the kernels, the mean of the threads.
@@ -356,28 +356,30 @@ class Profile:
         python: everything outside the kernels.
     """
 
-    total: float
     phases: dict[str, float]
     sync: float
     python: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.phases.values()) + self.sync + self.python
 
     def share(self, *names: str) -> float:
         return sum(self.phases[name] for name in names) / self.total
 
 
 def profile(action: Callable[[], object], threads: int, repeats: int) -> Profile:
-    """Profile calls one by one: the mean of the fastest quarter, which other programs disturbed least."""
+    """Profile calls one by one: the lower quartile of each part by itself, so that a disturbed part spoils no other."""
     calls = []
     for _ in range(repeats):
         native.start_profile()
         calls.append(_read_profile(_timed(action), threads))
-    fastest = sorted(calls, key=lambda one: one.total)[: -(-repeats // 4)]
-    return Profile(
-        statistics.fmean(one.total for one in fastest),
-        {phase: statistics.fmean(one.phases[phase] for one in fastest) for phase in calls[0].phases},
-        statistics.fmean(one.sync for one in fastest),
-        statistics.fmean(one.python for one in fastest),
-    )
+
+    def quartile(values: Iterable[float]) -> float:
+        return statistics.quantiles(values, n=4)[0]
+
+    phases = {phase: quartile(one.phases[phase] for one in calls) for phase in calls[0].phases}
+    return Profile(phases, quartile(one.sync for one in calls), quartile(one.python for one in calls))
 
 
 def profile_steps(ours: Ours, prompt: int, tokens: int) -> Profile:
@@ -392,7 +394,8 @@ def _read_profile(seconds: float, threads: int) -> Profile:
     ranks = native.stop_profile(threads)
     in_kernels = 1000 * sum(values[0] for values in ranks.values())
     phases = {name: 1000 * statistics.fmean(values) for name, values in ranks.items() if name != "wait"}
-    return Profile(1000 * seconds, phases, in_kernels - sum(phases.values()), 1000 * seconds - in_kernels)
+    waiting = max(in_kernels - sum(phases.values()), 0.0)  # rounding may leave less than nothing to one thread
+    return Profile(phases, waiting, 1000 * seconds - in_kernels)
 
 
 def _timed(action: Callable[[], object]) -> float:
@@ -754,7 +757,7 @@ def to_document(plan: Plan, ours: Ours, results: Results) -> dict[str, Any]:
         "load": results.load,
         "machine": asdict(results.machine),
         "forward": [dict(zip(FORWARD_HEAD, row, strict=True)) for row in rows],
-        "profiles_ms": {name: asdict(one) for name, one in results.profiles.items()},
+        "profiles_ms": {name: asdict(one) | {"total": one.total} for name, one in results.profiles.items()},
         "peers": results.peers,
         "not_measured": results.failures,
         "seconds_by_round": results.times.rounds,

@@ -15,26 +15,25 @@ import sys
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass, replace
-from hashlib import blake2b
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from sakiyomi import LLM, RequestOutput, SamplingParams
-from sakiyomi.assemble import LoadedModel, ModelOptions, load_model
+from sakiyomi import LLM, SamplingParams
+from sakiyomi.assemble import LoadedModel, ModelOptions, load_model, make_drafter
 from sakiyomi.drafters.model import ModelDrafter
-from sakiyomi.drafters.ngram import NgramDrafter
 from sakiyomi.drafters.none import NoneDrafter
 from sakiyomi.drafters.planted import PlantedDrafter, scatter
-from sakiyomi.types import Cache, Drafter, DrafterContext, History, Model, Output, Span
-
-Digests = dict[tuple[tuple[int, ...], int], bytes]
-"""(ids of the prompt, position of a token) -> digest of the logits that chose it."""
+from sakiyomi.prove.identity import IdentityResult, Way, answer_plainly
+from sakiyomi.prove.identity import compare as hold_against
+from sakiyomi.types import Drafter, DrafterContext
+from sakiyomi.verify.match import MatchVerifier
 
 OWN_PROMPTS = (
     "Why is the sky blue?",
     "Write a short poem about the sea, then repeat its first line three times.",
     "List the first ten prime numbers, then list them again in reverse order.",
 )
+LOOKUP_DRAFTERS = ("ngram", "suffix", "combined:mode=merge,parts=suffix+ngram")
 TEMPERATURES = (0.0, 0.7, 1.0)
 SINGLE_TURN_GROUPS = ("translation", "summarization", "qa", "math_reasoning", "rag")
 
@@ -59,38 +58,6 @@ class Row:
         return self.num_same_ids == self.num_prompts and self.num_same_rows == self.num_rows
 
 
-class RecordingModel(Model):
-    """A model that notes the digest of each row of logits that is asked to choose a token."""
-
-    def __init__(self, model: Model, digests: Digests) -> None:
-        self.info = model.info
-        self._model = model
-        self._digests = digests
-
-    def new_cache(self) -> Cache:
-        return self._model.new_cache()
-
-    def forward(self, spans: Seq[Span]) -> list[Output]:
-        return [_RecordingOutput(output, self._digests) for output in self._model.forward(spans)]
-
-    def shallow(self, num_layers: int) -> Model:
-        return self._model.shallow(num_layers)
-
-
-class _RecordingOutput:
-    def __init__(self, output: Output, digests: Digests) -> None:
-        self._output = output
-        self._digests = digests
-        self.taps = output.taps
-        self.row = output.row
-        self.argmax = output.argmax
-
-    def choose(self, i: int, history: History) -> int:
-        prompt = tuple(history.tokens[: history.num_prompt])
-        self._digests[prompt, history.position] = blake2b(self.row(i).tobytes(), digest_size=8).digest()
-        return self._output.choose(i, history)
-
-
 def compare(
     loaded: LoadedModel,
     prompts: Seq[Seq[int]],
@@ -105,14 +72,14 @@ def compare(
     for temperature in temperatures:
         top_p = 1.0 if temperature == 0 else 0.9
         params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=num_tokens)
-        plain, plain_digests = answer(loaded, NoneDrafter(), prompts, params, 1)
-        truth = {tuple(one.prompt_token_ids): one.outputs[0].token_ids for one in plain}
+        plains = answer_plainly(loaded.model, prompts, params)
+        truth = {plain.prompt: plain.tokens for plain in plains}
         for name, drafter in _drafters(loaded, truth).items():
             for batch in batches:
                 if name == "none" and batch == 1:
                     continue
-                answers, digests = answer(loaded, drafter, prompts, params, batch)
-                rows.append(_compare(name, temperature, batch, plain, plain_digests, answers, digests))
+                way = Way(name, drafter, batch=batch)
+                rows.append(_row(hold_against(loaded.model, MatchVerifier(), way, plains, params, None)))
                 print(_format(rows[-1]), flush=True)
     return rows
 
@@ -121,46 +88,29 @@ def _drafters(loaded: LoadedModel, truth: Mapping[tuple[int, ...], Seq[int]]) ->
     model = loaded.model
     itself = ModelDrafter(ModelDrafter.Config(model="itself"), DrafterContext(model, lambda name: model))
     trees = PlantedDrafter(PlantedDrafter.Config(script=scatter(truth, 12, model.info.vocab_size)))
-    return {"none": NoneDrafter(), "ngram": NgramDrafter(), "model": itself, "planted": trees}
+    lookup = {name: make_drafter(name, loaded, ModelOptions()) for name in LOOKUP_DRAFTERS}
+    return {"none": NoneDrafter(), **lookup, "model": itself, "planted": trees}
 
 
-def answer(
-    loaded: LoadedModel, drafter: Drafter, prompts: Seq[Seq[int]], params: SamplingParams, batch: int
-) -> tuple[list[RequestOutput], Digests]:
-    digests: Digests = {}
-    recording = replace(loaded, model=RecordingModel(loaded.model, digests))
-    llm = LLM.from_loaded(recording, drafter=drafter, max_num_seqs=batch)
-    return llm.generate(list(prompts), params), digests
-
-
-def _compare(
-    name: str,
-    temperature: float,
-    batch: int,
-    plain: Seq[RequestOutput],
-    plain_digests: Digests,
-    answers: Seq[RequestOutput],
-    digests: Digests,
-) -> Row:
-    num_accepted = sum(one.speculation.num_accepted_tokens for one in answers)
+def _row(result: IdentityResult) -> Row:
     return Row(
-        drafter=name,
-        temperature=temperature,
-        batch=batch,
-        num_prompts=len(plain),
-        num_same_ids=sum(a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in zip(plain, answers, strict=True)),
-        num_rows=len(plain_digests),
-        num_same_rows=sum(digests.get(key) == digest for key, digest in plain_digests.items()),
-        num_draft_tokens=sum(one.speculation.num_draft_tokens for one in answers),
-        num_accepted_tokens=num_accepted,
-        mean_acceptance_length=1 + num_accepted / sum(one.speculation.num_steps for one in answers),
+        drafter=result.way,
+        temperature=result.temperature,
+        batch=result.batch,
+        num_prompts=result.num_prompts,
+        num_same_ids=result.num_same_texts,
+        num_rows=result.num_rows,
+        num_same_rows=result.num_same_rows,
+        num_draft_tokens=result.num_draft_tokens,
+        num_accepted_tokens=result.num_accepted_tokens,
+        mean_acceptance_length=result.mean_acceptance_length,
     )
 
 
 def _format(row: Row) -> str:
     verdict = "identical" if row.is_identical else "DIFFERENT"
     return (
-        f"{row.drafter:8} temperature {row.temperature:3} batch {row.batch}   {verdict}   "
+        f"{row.drafter:38} temperature {row.temperature:3} batch {row.batch}   {verdict}   "
         f"ids {row.num_same_ids}/{row.num_prompts}   rows {row.num_same_rows}/{row.num_rows}   "
         f"accepted {row.num_accepted_tokens}/{row.num_draft_tokens}   tokens per step {row.mean_acceptance_length:.2f}"
     )

@@ -90,7 +90,7 @@ class LlamaCpp(Peer):
         self.contexts: dict[int, Any] = {}
         self.facts = {
             "engine": "llama.cpp",
-            "version": f"llama-cpp-python {version('llama-cpp-python')}",
+            "version": f"llama-cpp-python {api.__version__}",
             "precision": precision,
             "file_mb": round(model.stat().st_size / 1e6, 1),
             "instructions": api.llama_print_system_info().decode().strip(),

@@ -5,12 +5,14 @@
 // score plus the largest possible noise stays below the best so far is out before its noise is computed.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "noise.hpp"
@@ -158,13 +160,22 @@ void sort_keys(std::vector<Key>& keys, std::vector<Key>& spare) {
 
 // ------------------------------------------------------------------------------------------- scores and weights
 
+// Compiled for wider vectors too, picked when the program is loaded. The operations and their order are the same, and
+// none is contracted, so every variant gives the same bits.
+#if defined(__x86_64__) && defined(__ELF__) && defined(__GNUC__) && !defined(__clang__) \
+    && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#define SAKIYOMI_CLONES __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
+#else
+#define SAKIYOMI_CLONES
+#endif
+
 // A token's logit over the temperature, 0 for the most probable.
 double score_of(float logit, float max, double temperature) {
     return (static_cast<double>(logit) - static_cast<double>(max)) / temperature;
 }
 
 // exp(score) of 64 logits; 0 for scores below `lowest`.
-void compute_weights(const float* logits, float max, double temperature, double lowest, double* weights) {
+SAKIYOMI_CLONES void compute_weights(const float* logits, float max, double temperature, double lowest, double* weights) {
     double scores[kBlock];
     for (int i = 0; i < kBlock; ++i) scores[i] = score_of(logits[i], max, temperature);
     for (int i = 0; i < kBlock; ++i) weights[i] = scores[i] > kExpLowest ? scores[i] : kExpLowest;
@@ -296,6 +307,24 @@ Key find_top_p_among(const Row& row, const Settings& settings, double lowest, Sc
     return last;
 }
 
+// Where the filters end: an id with a score below `lowest`, or behind `last` in order, is out.
+struct Cut {
+    double lowest;
+    Key last;
+};
+
+Cut find_cut(const Row& row, const Settings& settings, Scratch& scratch) {
+    Cut cut{settings.min_p > 0 ? exact_log(settings.min_p) : -std::numeric_limits<double>::infinity(), kLastKey};
+    const bool has_top_k = settings.top_k > 0 && settings.top_k < row.size;
+    if (has_top_k) cut.last = find_top_k(row, settings.top_k, scratch);
+    if (settings.top_p < 1) {
+        const Key end = has_top_k ? find_top_p_among(row, settings, cut.lowest, scratch)
+                                  : find_top_p(row, settings, cut.lowest, scratch);
+        cut.last = std::min(cut.last, end);
+    }
+    return cut;
+}
+
 // ------------------------------------------------------------------------------------------- noise
 
 // The running argmax of score + noise.
@@ -400,21 +429,93 @@ std::int64_t choose_row(const float* logits, std::int64_t size, const Settings& 
     const std::int64_t best = first_largest(row);
     if (settings.temperature == 0) return best;
 
-    const double lowest =
-        settings.min_p > 0 ? exact_log(settings.min_p) : -std::numeric_limits<double>::infinity();
-    const bool has_top_k = settings.top_k > 0 && settings.top_k < size;
-    Key last = has_top_k ? find_top_k(row, settings.top_k, scratch) : kLastKey;
-    if (settings.top_p < 1) {
-        const Key end = has_top_k ? find_top_p_among(row, settings, lowest, scratch)
-                                  : find_top_p(row, settings, lowest, scratch);
-        last = std::min(last, end);
-    }
-    Race race(row, settings, lowest, last);
+    const Cut cut = find_cut(row, settings, scratch);
+    Race race(row, settings, cut.lowest, cut.last);
     race.enter_block(best / kBlock);
     for (std::int64_t block = 0; block < row.num_blocks(); ++block) {
         if (block != best / kBlock) race.enter_block(block);
     }
     return race.winner();
+}
+
+// ------------------------------------------------------------------------------------------- laws
+
+// The ids that the filters leave, ascending, and exp(score) of each.
+void weigh_row(const Row& row, const Settings& settings, Scratch& scratch, std::vector<std::int64_t>& ids,
+               std::vector<double>& weights) {
+    const Cut cut = find_cut(row, settings, scratch);
+    float buffer[kBlock];
+    double block_weights[kBlock];
+    for (std::int64_t block = 0; block < row.num_blocks(); ++block) {
+        if (score_of(row.block_max[block], row.max, settings.temperature) < cut.lowest) continue;
+        if (key_of(row.block_max[block], 0) > cut.last) continue;
+        const float* logits = padded_block(row, block, buffer);
+        compute_weights(logits, row.max, settings.temperature, cut.lowest, block_weights);
+        for (int i = 0; i < kBlock; ++i) {
+            const std::int64_t id = block * kBlock + i;
+            if (logits[i] == -kInfinity || key_of(logits[i], static_cast<std::uint32_t>(id)) > cut.last) continue;
+            if (score_of(logits[i], row.max, settings.temperature) < cut.lowest) continue;
+            ids.push_back(id);
+            weights.push_back(block_weights[i]);
+        }
+    }
+}
+
+struct Runner {
+    double noisy;
+    std::int64_t id;
+
+    bool before(const Runner& other) const { return noisy > other.noisy || (noisy == other.noisy && id < other.id); }
+};
+
+// An upper bound, in float, of log(x) for a float x: log2 is below its chord by less than 0.0861.
+float bound_log(float x) {
+    constexpr float kLn2 = 0.69314718f, kSlack = 0.07f;
+    std::int32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return (static_cast<float>(bits) * 0x1p-23f - 127.0f) * kLn2 + kSlack;
+}
+
+// The `count` ids with the largest log(prob) + noise, in order. As in Race, noise that cannot win is not evaluated.
+std::vector<Runner> race_among(const std::int64_t* ids, const double* probs, std::size_t size, const NoiseKey& key,
+                               std::size_t count) {
+    std::vector<Runner> best;
+    std::uint32_t words[kBlock];
+    float bounds[kBlock];
+    for (std::size_t start = 0; start < size; start += kBlock) {
+        const std::size_t length = std::min<std::size_t>(kBlock, size - start);
+        for (std::size_t i = 0; i < length;) {
+            const auto id = static_cast<std::uint32_t>(ids[start + i]);
+            if (id % 4 == 0 && i + 4 <= length && ids[start + i + 3] == ids[start + i] + 3) {
+                philox_words(key, id / 4, words + i);
+                i += 4;
+            } else {
+                words[i++] = random_word(key, id);
+            }
+        }
+        for (std::size_t i = 0; i < length; ++i) {
+            // -log(u) is above the noise; half is at most 2^31 u, and at least 1/2 so that its logarithm is finite.
+            const float half = static_cast<float>(static_cast<std::int32_t>(words[i] >> 1)) + 0.5f;
+            std::int32_t bits;
+            std::memcpy(&bits, &half, sizeof bits);
+            const float log2_u = static_cast<float>(bits) * 0x1p-23f - (127.0f + 31.0f);
+            // Where a float underflows, its bound is still above the logarithm of the smallest double that counts.
+            bounds[i] = bound_log(static_cast<float>(probs[start + i]) + 0x1p-126f) - 0.69314718f * log2_u + 0.75f;
+        }
+        for (std::size_t i = 0; i < length; ++i) {
+            const double prob = probs[start + i];
+            if (!(prob > 0)) continue;
+            if (best.size() == count && bounds[i] < static_cast<float>(best.back().noisy)) continue;
+            const Runner runner{exact_log(prob) + gumbel_of(words[i]), ids[start + i]};
+            if (best.size() == count) {
+                if (!runner.before(best.back())) continue;
+                best.pop_back();
+            }
+            const auto place = std::find_if(best.begin(), best.end(), [&](const Runner& r) { return runner.before(r); });
+            best.insert(place, runner);
+        }
+    }
+    return best;
 }
 
 using Logits = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -454,6 +555,40 @@ nb::tuple summarize(Logits logits, std::int64_t top) {
     return nb::make_tuple(max, log_total, ids);
 }
 
+template <class T>
+nb::ndarray<nb::numpy, T, nb::ndim<1>> give(std::vector<T>&& values) {
+    auto* held = new std::vector<T>(std::move(values));
+    const nb::capsule owner(held, [](void* data) noexcept { delete static_cast<std::vector<T>*>(data); });
+    return nb::ndarray<nb::numpy, T, nb::ndim<1>>(held->data(), {held->size()}, owner);
+}
+
+nb::tuple weigh(Logits logits, double temperature, std::int64_t top_k, double top_p, double min_p) {
+    std::vector<std::int64_t> ids;
+    std::vector<double> weights;
+    {
+        const nb::gil_scoped_release unlocked;
+        Scratch& scratch = thread_scratch;
+        const auto size = static_cast<std::int64_t>(logits.size());
+        float max;
+        if (size > 0 && scan(logits.data(), size, scratch.block_max, &max) && max > -kInfinity) {
+            const Row row = read_row(logits.data(), size, max, scratch);
+            weigh_row(row, Settings{0, 0, temperature, top_p, min_p, top_k}, scratch, ids, weights);
+        }
+    }
+    return nb::make_tuple(give(std::move(ids)), give(std::move(weights)));
+}
+
+std::vector<std::int64_t> race(Ids ids, Doubles probs, std::uint64_t seed, std::uint64_t t, std::uint32_t purpose,
+                               std::size_t count) {
+    if (ids.size() != probs.size() || count == 0) throw std::invalid_argument("ids, probs and count do not fit");
+    std::vector<std::int64_t> drawn;
+    const nb::gil_scoped_release unlocked;
+    for (const Runner& runner : race_among(ids.data(), probs.data(), ids.size(), NoiseKey(seed, t, purpose), count)) {
+        drawn.push_back(runner.id);
+    }
+    return drawn;
+}
+
 template <class Input, class Function>
 NewDoubles map(const Input& input, Function function) {
     const std::size_t size = input.size();
@@ -479,6 +614,10 @@ void bind_choose(nb::module_& m) {
           "The id chosen from processed logits [V]; -1 where they hold nan, -2 if nothing is left to choose.");
     m.def("summarize", &summarize, nb::arg("logits"), nb::arg("top"),
           "The largest logit, log(sum of exp(logit - largest)), and the ids of the `top` largest.");
+    m.def("weigh", &weigh, nb::arg("logits"), nb::arg("temperature"), nb::arg("top_k"), nb::arg("top_p"),
+          nb::arg("min_p"), "The ids [K] that the filters leave, ascending, and exp(score) of each; none for damaged rows.");
+    m.def("race", &race, nb::arg("ids"), nb::arg("probs"), nb::arg("seed"), nb::arg("t"), nb::arg("purpose"),
+          nb::arg("count"), "The `count` ids with the largest log(prob) + keyed Gumbel noise, in order.");
     m.def("gumbel", &gumbel, nb::arg("seed"), nb::arg("t"), nb::arg("ids"), "Keyed Gumbel noise, float64 [N].");
     m.def("exact_exp", [](Doubles x) { return map(x, [](double value) { return exact_exp(value); }); }, nb::arg("x"));
     m.def("exact_log", [](Doubles x) { return map(x, [](double value) { return exact_log(value); }); }, nb::arg("x"));

@@ -7,6 +7,7 @@ void bind_choose(nb::module_&);
 void bind_weights(nb::module_&);
 void bind_ops(nb::module_&);
 void bind_stack(nb::module_&);
+void bind_suffix(nb::module_&);
 void bind_bench(nb::module_&);
 
 NB_MODULE(_native, m) {
@@ -14,5 +15,6 @@ NB_MODULE(_native, m) {
     bind_weights(m);
     bind_ops(m);
     bind_stack(m);
+    bind_suffix(m);
     bind_bench(m);
 }

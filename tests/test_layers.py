@@ -13,13 +13,13 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / "sakiyomi"
 LAYERS = (
     ("errors", "params", "noise", "tree", "types", "results", "plugins"),
     ("ops",),
-    ("sampling", "text", "checkpoints", "plan", "hub"),
+    ("sampling", "text", "checkpoints", "lookup", "plan", "hub"),
     ("nets", "cache", "verify"),
     ("models",),
     ("decode",),
     ("drafters",),
     ("engine",),
-    ("assemble", "llm", "hf"),
+    ("assemble", "requests", "session", "llm", "hf"),
     ("measure",),
     ("train", "bench", "prove", "doctor", "serve"),
     ("cli",),
@@ -36,7 +36,7 @@ ALTERNATIVES = {
 }
 # The only places that may import torch or transformers; everything else runs without them.
 NEEDS_TORCH = ("ops.torch", "ops.torch_noise", "models.torch", "models.hf", "hf", "train")
-NEEDS_NATIVE = ("ops.native", "sampling.choose")
+NEEDS_NATIVE = ("ops.native", "sampling.choose", "lookup.automaton")
 
 
 def find_violations(sources: dict[str, str]) -> list[str]:

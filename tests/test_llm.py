@@ -13,12 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sakiyomi import LLM, RequestOutput, SamplingParams, StreamPiece
-from sakiyomi.assemble import LoadedModel
+from sakiyomi.assemble import LoadedModel, choose_drafter
 from sakiyomi.drafters.ngram import NgramDrafter
 from sakiyomi.drafters.planted import PlantedDrafter, follow, scatter
 from sakiyomi.errors import ContextLengthError, ParameterError, UnknownNameError
-from sakiyomi.llm import _choose_drafter
-from sakiyomi.models.toy import Law, ToyModel, random_law, scripted_law
+from sakiyomi.models.toy import Law, TokenCache, ToyModel, random_law, scripted_law
 from sakiyomi.text.chat import ChatTemplate
 from sakiyomi.text.tokenizer import Tokenizer
 from sakiyomi.tree import Draft
@@ -54,6 +53,21 @@ def planting(text: str, tokenizer: Tokenizer, num_tokens: int, tail: tuple[int, 
     answer = (*tokenizer.encode(text), *tail)
     script = follow({tuple(tokenizer.encode(PROMPT)): answer}, num_tokens)
     return PlantedDrafter(PlantedDrafter.Config(script=script))
+
+
+def note_caches(loaded: LoadedModel) -> list[weakref.ref[TokenCache]]:
+    """A list that every new cache of the model enters."""
+    caches: list[weakref.ref[TokenCache]] = []
+    make = loaded.model.new_cache
+
+    def note() -> TokenCache:
+        cache = make()
+        assert isinstance(cache, TokenCache)
+        caches.append(weakref.ref(cache))
+        return cache
+
+    loaded.model.new_cache = note  # type: ignore[method-assign]
+    return caches
 
 
 def strip(output: RequestOutput) -> list[tuple[object, ...]]:
@@ -201,7 +215,9 @@ def test_logprobs_hold_the_chosen_token_and_the_best(byte_tokenizer: Tokenizer) 
     answer = llm.generate(PROMPT, SamplingParams(seed=5, max_tokens=8, logprobs=5))[0].outputs[0]
     for token, entry in zip(answer.token_ids, answer.logprobs or (), strict=True):
         assert token in entry
-        assert sorted(x.rank for x in entry.values() if x.rank) == [1, 2, 3, 4, 5]
+        ranks = sorted(x.rank for x in entry.values() if x.rank)
+        assert ranks[:5] == [1, 2, 3, 4, 5]
+        assert len(ranks) == len(entry)
         assert len(entry) in (5, 6)
         assert all(x.logprob < 0 for x in entry.values())
     total = sum(entry[token].logprob for token, entry in zip(answer.token_ids, answer.logprobs or (), strict=True))
@@ -234,27 +250,117 @@ def test_a_prompt_that_fails_does_not_lose_the_others(byte_tokenizer: Tokenizer)
         ParameterError,
         type(None),
     ]
-    assert [o.prompt for o in outputs] == ["one", None, None, None, "two"]
+    assert [o.prompt for o in outputs] == ["one", "", "x" * 20, None, "two"]
+    assert [len(o.prompt_token_ids) for o in outputs] == [3, 0, 20, 2, 3]
     assert outputs[0].outputs == llm.generate("one", SamplingParams(temperature=0, max_tokens=4))[0].outputs
     assert outputs[4].outputs == llm.generate("two", SamplingParams(temperature=0, max_tokens=4))[0].outputs
 
 
-def test_a_law_that_breaks_for_one_sequence_stops_that_one(byte_tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("num_good", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_sequence_that_breaks_leaves_its_neighbours_as_if_alone(
+    byte_tokenizer: Tokenizer, place: int, num_good: int, drafts: bool
+) -> None:
+    """The bad one gives nan after `num_good` tokens, also in the very step in which a neighbour finishes."""
     bad = byte_tokenizer.encode("!")[0]
-    inner = random_law(VOCAB, 1)
+    inner = random_law(VOCAB - 1, 1)
 
     def law(tokens: list[int]) -> np.ndarray:
-        logits = inner(tokens)
-        return np.full_like(logits, np.nan) if bad in tokens[:3] else logits
+        logits = np.append(inner(tokens), np.float32(-9))
+        return np.full_like(logits, np.nan) if bad in tokens[:3] and len(tokens) >= 3 + num_good else logits
 
-    llm = LLM.from_loaded(load(law, byte_tokenizer))
-    good, broken, fine = llm.generate(["abc", "ab!", "xyz"], SamplingParams(temperature=0, max_tokens=4))
-    assert good.error is None
-    assert fine.error is None
-    assert "nan" in str(broken.error)
-    assert broken.outputs[0].finish_reason == "error"
-    with pytest.raises(Exception, match="nan"):
-        llm.generate("ab!", SamplingParams(temperature=0))
+    loaded = load(law, byte_tokenizer)
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=2)
+    prompts = ["abc", "xyz"]
+    plain = [LLM.from_loaded(loaded).generate(prompt, params)[0] for prompt in prompts]
+    truth = {tuple(o.prompt_token_ids): o.outputs[0].token_ids for o in plain}
+    drafter = PlantedDrafter(PlantedDrafter.Config(script=follow(truth, 2))) if drafts else "none"
+    llm = LLM.from_loaded(loaded, drafter=drafter)
+    alone = [llm.generate(prompt, params)[0] for prompt in prompts]
+    together = llm.generate([*prompts[:place], "ab!", *prompts[place:]], params)
+    broken = together.pop(place)
+    if num_good < 4:
+        assert "nan" in str(broken.error)
+        assert broken.outputs[0].finish_reason == "error"
+        assert len(broken.outputs[0].token_ids) == num_good
+        with pytest.raises(Exception, match="nan"):
+            llm.generate("ab!", params)
+    for one, other in zip(together, alone, strict=True):
+        assert (one.outputs, one.speculation, one.error) == (other.outputs, other.speculation, None)
+
+
+def test_a_failed_request_holds_no_cache(byte_tokenizer: Tokenizer) -> None:
+    """Neither its own nor its neighbours': an error's traceback would keep every frame alive."""
+    bad = byte_tokenizer.encode("!")[0]
+    loaded = load(lambda tokens: np.full(VOCAB, np.nan if bad in tokens else 0, np.float32), byte_tokenizer)
+    caches = note_caches(loaded)
+    outputs = LLM.from_loaded(loaded).generate(["abc", "ab!", "xyz"], SamplingParams(temperature=0, max_tokens=4))
+    assert outputs[1].error is not None
+    gc.collect()
+    held = [cache() for cache in caches]
+    assert sum(cache.length for cache in held if cache is not None) == 0
+
+
+@pytest.mark.parametrize("conversation", [[], [{"content": "b"}], [{"role": "user"}]])
+def test_a_conversation_that_fails_does_not_lose_the_others(byte_tokenizer: Tokenizer, conversation: object) -> None:
+    llm = LLM.from_loaded(load(random_law(VOCAB, 1), byte_tokenizer))
+    good = [{"role": "user", "content": "a"}]
+    params = SamplingParams(temperature=0, max_tokens=3)
+    outputs = llm.chat([good, conversation, good], params)  # type: ignore[list-item]
+    assert outputs[0].outputs == outputs[2].outputs == llm.chat(good, params)[0].outputs
+    assert (outputs[0].error, outputs[2].error) == (None, None)
+
+
+class UnhashableDrafter(NgramDrafter):
+    """Fails in everything but being built."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def propose(self, sequences: object, budgets: object) -> list[Draft]:
+        raise RuntimeError("propose")
+
+    def observe(self, *args: object) -> None:
+        raise RuntimeError("observe")
+
+    def rewind(self, sequence: object, length: int) -> None:
+        raise RuntimeError("rewind")
+
+    def forget(self, sequence: object) -> None:
+        raise RuntimeError("forget")
+
+
+def test_a_drafter_that_always_fails_costs_speed_alone(
+    byte_tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded = load(random_law(VOCAB - 1, 1), byte_tokenizer)
+    loaded.model.law = lambda tokens: np.append(random_law(VOCAB - 1, 1)(tokens), np.float32(-9))  # type: ignore[attr-defined]
+    llm, plain = LLM.from_loaded(loaded, drafter=UnhashableDrafter()), LLM.from_loaded(loaded)
+    params = SamplingParams(temperature=0, max_tokens=5)
+    assert [strip(o) for o in llm.generate(["a", "b"], params)] == [
+        strip(o) for o in plain.generate(["a", "b"], params)
+    ]
+    session, plain_session = llm.session(), plain.session()
+    for text in ("one", "two"):
+        said = ["".join(piece.text for piece in one.stream(text, params)) for one in (session, plain_session)]
+        assert said[0] == said[1]
+    assert caplog.text.count("UnhashableDrafter failed") == 1
+
+
+def test_one_sequence_that_cannot_be_drafted_for_leaves_the_others_their_drafts(byte_tokenizer: Tokenizer) -> None:
+    bad = byte_tokenizer.encode("!")[0]
+
+    def script(sequence: Sequence, budget: int) -> Draft:
+        if bad in sequence.tokens:
+            raise RuntimeError("no draft")
+        return Draft.chain([7] * budget)
+
+    loaded = load(scripted_law(VOCAB, {}, other=7), byte_tokenizer)
+    llm = LLM.from_loaded(loaded, drafter=PlantedDrafter(PlantedDrafter.Config(script=script)))
+    good, worse = llm.generate(["abc", "ab!"], SamplingParams(temperature=0, max_tokens=6))
+    assert good.speculation.num_accepted_tokens == 5
+    assert worse.speculation.num_draft_tokens == 0
+    assert good.outputs[0].token_ids == worse.outputs[0].token_ids
 
 
 def test_prompts_come_in_vllms_forms(byte_tokenizer: Tokenizer) -> None:
@@ -274,15 +380,7 @@ def test_prompts_come_in_vllms_forms(byte_tokenizer: Tokenizer) -> None:
 
 def test_closing_a_stream_frees_its_cache(byte_tokenizer: Tokenizer) -> None:
     loaded = load(random_law(VOCAB, 1), byte_tokenizer)
-    caches: list[weakref.ref[object]] = []
-    make = loaded.model.new_cache
-
-    def note() -> object:
-        cache = make()
-        caches.append(weakref.ref(cache))
-        return cache
-
-    loaded.model.new_cache = note  # type: ignore[method-assign]
+    caches = note_caches(loaded)
     llm = LLM.from_loaded(loaded)
     stream = llm.stream(PROMPT, SamplingParams(temperature=0, max_tokens=50))
     next(stream)
@@ -354,12 +452,172 @@ def test_an_answer_that_is_stopped_stays_in_the_conversation(byte_tokenizer: Tok
     assert streamed == llm.chat(history, params)[0].outputs[0].text
 
 
+def test_a_turn_that_is_not_over_ends_when_the_next_begins(byte_tokenizer: Tokenizer) -> None:
+    loaded = load(scripted_law(VOCAB, {}, other=7), byte_tokenizer)
+    drafter = PlantedDrafter(PlantedDrafter.Config(script=lambda s, b: Draft.chain([7] * min(b, 6))))
+    session = LLM.from_loaded(loaded, drafter=drafter).session()
+    params = SamplingParams(temperature=0, max_tokens=9)
+    first = session.stream("one", params)
+    heard = next(first).text
+    second = session.stream("two", params)
+    whole = "".join(piece.text for piece in second)
+    assert list(first) == []
+    del first
+    assert [message["content"] for message in session.messages] == ["one", heard, "two", whole]
+    stale = session.stream("three", params)
+    next(stale)
+    session.reset()
+    stale.close()
+    assert session.messages == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        (123, None, "give a text or a list of token ids"),
+        (None, None, "give a text or a list of token ids"),
+        ({"prompt": None}, None, "give a text or a list of token ids"),
+        ([["1", "2"]], None, "token ids are integers"),
+        ({"prompt_token_ids": [1.5, 2]}, None, "token ids are integers"),
+        ({"text": "x"}, None, "give prompt or prompt_token_ids"),
+        ("x", {"temperature": 0}, "give a SamplingParams"),
+        ("x", [], "0 sampling parameters for 1 prompts"),
+        ("x", "y", "give a SamplingParams"),
+        ("x", [SamplingParams(), SamplingParams()], "2 sampling parameters for 1 prompts"),
+    ],
+)
+def test_what_is_no_prompt_or_no_parameters_is_said(
+    byte_tokenizer: Tokenizer, prompt: object, params: object, message: str
+) -> None:
+    llm = LLM.from_loaded(load(random_law(VOCAB, 1), byte_tokenizer))
+    try:
+        error = llm.generate(prompt, params)[0].error  # type: ignore[arg-type]  # a list keeps its errors
+    except ParameterError as raised:
+        error = raised
+    assert isinstance(error, ParameterError)
+    assert message in str(error)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seed": -1}, "seed=-1"),
+        ({"seed": "x"}, "seed='x'"),
+        ({"seed": 2**64}, "0 to 18446744073709551615"),
+        ({"max_num_seqs": "4"}, "max_num_seqs='4'"),
+        ({"max_num_seqs": 1.5}, "max_num_seqs=1.5"),
+        ({"max_num_seqs": 0}, "at least 1"),
+        ({"drafter": NgramDrafter}, "give a name or an object"),
+        ({"drafter": object()}, "give a name or an object"),
+    ],
+)
+def test_what_is_no_option_is_said(byte_tokenizer: Tokenizer, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        LLM.from_loaded(load(random_law(VOCAB, 1), byte_tokenizer), **options)  # type: ignore[arg-type]
+
+
+def test_an_unknown_keyword_lists_the_known() -> None:
+    with pytest.raises(ParameterError, match=r"did you mean 'drafter'.*dtype.*speculative_model"):
+        LLM("smollm2", draftr="ngram")
+
+
+def test_arrays_of_ids_and_vllms_keyword(byte_tokenizer: Tokenizer) -> None:
+    llm = LLM.from_loaded(load(random_law(VOCAB, 1), byte_tokenizer))
+    params = SamplingParams(temperature=0, max_tokens=3)
+    ids = byte_tokenizer.encode("abc")
+    expected = llm.generate("abc", sampling_params=params)[0].outputs
+    assert llm.generate(np.array(ids), sampling_params=params)[0].outputs == expected  # type: ignore[arg-type]
+
+
 def test_a_turn_that_does_not_fit_leaves_the_session_as_it_was(byte_tokenizer: Tokenizer) -> None:
     llm = LLM.from_loaded(load(random_law(VOCAB, 6), byte_tokenizer, max_model_len=60))
     session = llm.session()
     with pytest.raises(ContextLengthError, match="context 60"):
         session.stream("x" * 80)
     assert session.messages == []
+
+
+# ---------------------------------------------------------------------------------------------- wishes of a request
+
+TEXT = "The quick brown fox jumps over the lazy dog."
+
+
+@pytest.mark.parametrize(
+    "drafter", ["suffix:num_speculative_tokens=4", "ngram:num_speculative_tokens=4", "suffix+ngram"]
+)
+def test_a_prediction_saves_passes_and_changes_nothing(byte_tokenizer: Tokenizer, drafter: str) -> None:
+    loaded = saying(TEXT, byte_tokenizer)
+    llm = LLM.from_loaded(loaded, drafter=drafter)
+    params = SamplingParams(temperature=0, max_tokens=len(TEXT))
+    plain = llm.generate(PROMPT, params)[0]
+    for prediction in (TEXT, byte_tokenizer.encode(TEXT)):
+        predicted = llm.generate(PROMPT, params, prediction=prediction)[0]
+        assert strip(predicted) == strip(plain)
+        assert predicted.speculation.num_steps <= -(-len(TEXT) // 5)
+        assert plain.speculation.num_steps > 2 * predicted.speculation.num_steps
+    wrong = llm.generate(PROMPT, params, prediction=TEXT.upper())[0]
+    assert strip(wrong) == strip(plain)
+
+
+def test_predictions_go_with_their_prompts(byte_tokenizer: Tokenizer) -> None:
+    llm = LLM.from_loaded(saying(TEXT, byte_tokenizer), drafter="suffix")
+    params = SamplingParams(temperature=0, max_tokens=len(TEXT))
+    outputs = llm.generate([PROMPT, PROMPT], params, prediction=[None, TEXT])
+    assert outputs[0].speculation.num_steps > 20
+    assert outputs[1].speculation.num_steps < 5
+    shared = llm.generate([PROMPT, PROMPT], params, prediction=TEXT)
+    assert [output.speculation.num_steps < 5 for output in shared] == [True, True]
+    streamed = list(llm.stream(PROMPT, params, prediction=TEXT))[-1].output
+    assert streamed is not None
+    assert streamed.speculation.num_steps < 5
+    chat = LLM.from_loaded(load(random_law(VOCAB, 3), byte_tokenizer), drafter="suffix")
+    messages = [{"role": "user", "content": "hi"}]
+    expected = chat.chat(messages, params)[0].outputs[0].token_ids
+    assert chat.chat(messages, params, prediction=expected)[0].speculation.num_steps < 5
+    last = list(chat.session().stream("hi", params, prediction=expected))[-1].output
+    assert last is not None
+    assert last.outputs[0].token_ids == expected
+    assert last.speculation.num_steps < 5
+
+
+def test_speculation_is_switched_per_request(byte_tokenizer: Tokenizer) -> None:
+    loaded = saying(TEXT, byte_tokenizer)
+    llm = LLM.from_loaded(loaded, drafter=planting(TEXT, byte_tokenizer, 8))
+    params = SamplingParams(temperature=0, max_tokens=len(TEXT))
+    outputs = llm.generate([PROMPT] * 4, params, speculation=[True, False, 0, 2])
+    assert [strip(output) for output in outputs] == [strip(outputs[0])] * 4
+    assert [output.speculation.num_draft_tokens > 0 for output in outputs] == [True, False, False, True]
+    steps = [output.speculation.num_steps for output in outputs]
+    assert steps[1:] == [len(TEXT), len(TEXT), -(-len(TEXT) // 3)]
+    assert llm.generate(PROMPT, params, speculation=False)[0].speculation.num_draft_tokens == 0
+    assert list(llm.stream(PROMPT, params, speculation=False))[-1].output.speculation.num_draft_tokens == 0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ({"speculation": -1}, "speculation=-1 is not allowed"),
+        ({"speculation": "on"}, "2 values of speculation for 1 prompts"),
+        ({"speculation": ["on"]}, "speculation='on' is not allowed"),
+        ({"prediction": [TEXT, TEXT]}, "2 predictions for 1 prompts"),
+        ({"prediction": [1, VOCAB]}, "the prediction holds id 257; ids are 0 to 256"),
+    ],
+)
+def test_impossible_wishes_are_refused(byte_tokenizer: Tokenizer, wishes: dict[str, object], message: str) -> None:
+    llm = LLM.from_loaded(saying(TEXT, byte_tokenizer), drafter="suffix")
+    with pytest.raises(ParameterError, match=message):
+        llm.generate(PROMPT, **wishes)  # type: ignore[arg-type]
+
+
+def test_a_prediction_that_nobody_reads_is_said_once(
+    byte_tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = LLM.from_loaded(saying(TEXT, byte_tokenizer), drafter="none")
+    for _ in range(2):
+        llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=3), prediction=TEXT)
+    assert [record.message for record in caplog.records] == [
+        "The drafter in use does not read predictions; take suffix or ngram."
+    ]
 
 
 # ---------------------------------------------------------------------------------------------- memory
@@ -386,7 +644,7 @@ def test_a_long_prompt_over_a_large_vocabulary_needs_little_memory() -> None:
 @pytest.mark.parametrize(
     ("config", "legacy", "expected"),
     [
-        (None, {}, ("ngram", {})),
+        (None, {}, ("suffix", {})),
         ({"method": "ngram", "num_speculative_tokens": 3}, {}, ("ngram", {"num_speculative_tokens": 3})),
         ({"method": "ngram", "prompt_lookup_max": 5}, {}, ("ngram", {"max_ngram": 5, "min_ngram": 5})),
         (
@@ -404,11 +662,17 @@ def test_a_long_prompt_over_a_large_vocabulary_needs_little_memory() -> None:
             {"speculative_model": "m", "num_speculative_tokens": 5},
             ("model", {"model": "m", "num_speculative_tokens": 5}),
         ),
+        (
+            {"method": "suffix", "num_speculative_tokens": 9, "suffix_decoding_min_token_prob": 0.2},
+            {},
+            ("suffix", {"num_speculative_tokens": 9, "min_confidence": 0.2}),
+        ),
         (None, {"speculative_model": "[ngram]", "use_v2_block_manager": True}, ("ngram", {})),
+        (None, {"num_speculative_tokens": 5}, ("suffix", {"num_speculative_tokens": 5})),
     ],
 )
 def test_vllms_keys_name_a_drafter(config: object, legacy: dict[str, object], expected: object) -> None:
-    assert _choose_drafter(None, config, legacy) == expected  # type: ignore[arg-type]
+    assert choose_drafter(None, config, legacy) == expected  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -417,7 +681,7 @@ def test_vllms_keys_name_a_drafter(config: object, legacy: dict[str, object], ex
         (None, {"metod": "ngram"}, {}, "no key 'metod'.*method"),
         (None, {"method": "magic"}, {}, "magic.*ngram, draft_model"),
         (None, {"method": "draft_model"}, {}, "needs the key model"),
-        (None, None, {"speculativ_model": "x"}, "no option 'speculativ_model'.*speculative_model"),
+        (None, None, {"speculativ_model": "x"}, "no option 'speculativ_model'.*did you mean 'speculative_model'"),
         ("ngram", {"method": "ngram"}, {}, "named twice"),
     ],
 )
@@ -425,7 +689,7 @@ def test_unknown_keys_are_errors_that_name_the_known(
     drafter: str | None, config: dict[str, object] | None, legacy: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ParameterError, match=message):
-        _choose_drafter(drafter, config, legacy)
+        choose_drafter(drafter, config, legacy)
 
 
 @pytest.mark.parametrize(

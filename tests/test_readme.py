@@ -20,7 +20,10 @@ RUN_ELSEWHERE = {
     "make check": "is the gate beside this test",
     "pip install": "tests/test_packaging.py builds and installs the package",
 }
-QUICK = {"benchmarks/speed.py": "--per-group 1 --groups qa --tokens 4 --rounds 1"}
+QUICK = {
+    "benchmarks/speed.py": "--per-group 1 --groups qa --tokens 4 --rounds 1",
+    "sakiyomi prove": "--temperature 1 --tokens 8",
+}
 """What is added to a command that takes minutes."""
 
 
@@ -63,7 +66,8 @@ def environment(model_path: Path, tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_command(command: str, environment: dict[str, str], request: pytest.FixtureRequest) -> None:
+def test_command(command: str, environment: dict[str, str], tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    command = command.replace("proof.html", str(tmp_path / "proof.html"))
     if "question.jsonl" in command:
         command = command.replace("question.jsonl", str(request.getfixturevalue("spec_bench_path")))
     for script, options in QUICK.items():

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sakiyomi.errors import ParameterError
-from sakiyomi.tree import ROOT, Draft
+from sakiyomi.tree import DEFAULT_CONFIDENCE, ROOT, Draft, TreeBuilder, expected_length, merge_drafts
 
-VOCAB = 4
+VOCAB = 6
+UNIFORM = np.full(VOCAB, 1 / VOCAB)
 paths = st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=6).map(tuple), max_size=12)
 
 
@@ -126,8 +128,8 @@ def test_check_takes_every_valid_tree(draft: Draft):
     ("tokens", "parents", "message"),
     [
         ((1, 2), (-1,), "a draft has 2 tokens but 1 parents."),
-        ((1, 4), (-1, 0), "draft node 1 holds id 4; ids are 0 to 3."),
-        ((-1,), (-1,), "draft node 0 holds id -1; ids are 0 to 3."),
+        ((1, 6), (-1, 0), "draft node 1 holds id 6; ids are 0 to 5."),
+        ((-1,), (-1,), "draft node 0 holds id -1; ids are 0 to 5."),
         ((1, 2), (1, -1), "draft node 0 has parent 1; a parent comes before its children."),
         ((1, 2), (-1, 1), "draft node 1 has parent 1; a parent comes before its children."),
         ((1, 2), (-1, -2), "draft node 1 has parent -2; a parent comes before its children."),
@@ -158,3 +160,171 @@ def test_check_finds_a_planted_defect(draft: Draft, data: st.DataObject):
         parents.pop()
     with pytest.raises(ParameterError):
         Draft(tuple(tokens), tuple(parents)).check(VOCAB)
+
+
+# ---------------------------------------------------------------------------------------------- merging
+
+
+@st.composite
+def confident_drafts(draw: st.DrawFn) -> Draft:
+    """Any valid tree, with confidences that fall along each path (ties included) or with none."""
+    draft = draw(drafts())
+    if draw(st.booleans()):
+        return draft
+    confidences: list[float] = []
+    for parent in draft.parents:
+        above = 1.0 if parent == ROOT else confidences[parent]
+        confidences.append(above * draw(st.sampled_from([1.0, 0.7, 0.3])))
+    return Draft(draft.tokens, draft.parents, confidences=tuple(confidences))
+
+
+def confidence_of(draft: Draft) -> dict[tuple[int, ...], float]:
+    """Each path of tokens with its confidence."""
+    found = {}
+    for node in range(len(draft)):
+        path = tuple(draft.tokens[ancestor] for ancestor in draft.path(node))
+        found[path] = DEFAULT_CONFIDENCE ** len(path) if draft.confidences is None else draft.confidences[node]
+    return found
+
+
+@given(several=st.lists(confident_drafts(), max_size=4), max_nodes=st.integers(0, 20))
+def test_merging_keeps_the_most_confident_nodes_of_all(several: list[Draft], max_nodes: int) -> None:
+    merged = merge_drafts(several, max_nodes)
+    merged.check(VOCAB)
+    best: dict[tuple[int, ...], float] = {}
+    for draft in several:
+        for path, confidence in confidence_of(draft).items():
+            best[path] = max(best.get(path, 0.0), confidence)
+    kept = confidence_of(merged)
+    assert len(kept) == min(max_nodes, len(best))
+    assert all(best[path] == confidence for path, confidence in kept.items())
+    assert list(kept.values()) == sorted(best.values(), reverse=True)[:max_nodes]
+    assert expected_length(merged) == pytest.approx(sum(kept.values()))
+
+
+def test_a_child_is_never_more_confident_than_its_parent_after_merging() -> None:
+    merged = merge_drafts([Draft((1, 2), (-1, 0), confidences=(0.2, 0.9))], 8)
+    assert merged == Draft((1, 2), (-1, 0), confidences=(0.2, 0.2))
+
+
+def test_merging_with_a_coupled_draft_is_coupled() -> None:
+    assert merge_drafts([Draft.chain([1]), Draft.chain([2], "coupled")], 8).drawn == "coupled"
+    assert merge_drafts([Draft.chain([1]), Draft.chain([2])], 8).drawn == "fixed"
+    with pytest.raises(AssertionError, match="sampled"):
+        merge_drafts([Draft((1,), (-1,), "independent")], 8)
+
+
+@given(draft=confident_drafts(), max_nodes=st.integers(0, 10), max_depth=st.integers(0, 5))
+def test_trimming_keeps_confidences_with_their_nodes(draft: Draft, max_nodes: int, max_depth: int) -> None:
+    trimmed = draft.trim(max_nodes, max_depth)
+    whole = confidence_of(draft)
+    assert all(whole[path] == confidence for path, confidence in confidence_of(trimmed).items())
+
+
+def test_confidences_are_as_many_as_nodes() -> None:
+    with pytest.raises(ParameterError, match="confidences"):
+        Draft((1, 2), (-1, 0), confidences=(0.5,)).check(VOCAB)
+
+
+# ---------------------------------------------------------------------------------------------- laws and growth
+
+
+def sampled(tokens: tuple[int, ...], parents: tuple[int, ...], draws: tuple[int, ...] | None = None) -> Draft:
+    return Draft(tokens, parents, "independent", [UNIFORM] * len(tokens), None, draws)
+
+
+def test_trimming_stops_before_a_draw_whatever_it_drew() -> None:
+    """Three draws, the third once new and once a repetition: a budget of two leaves the first two of either."""
+    new = sampled((1, 2, 3), (-1, -1, -1), (0, 1, 2)).trim(2, 9)
+    again = sampled((1, 2), (-1, -1), (0, 1, 0)).trim(2, 9)
+    assert new == again == sampled((1, 2), (-1, -1), (0, 1))
+    assert len(new.probs or ()) == 2
+
+
+def test_trimming_renumbers_draws_and_laws() -> None:
+    laws = [np.array([0.5, 0.5]) for _ in range(4)]
+    ids = [np.array([token, token + 1]) for token in (1, 2, 3, 4)]
+    draft = Draft((1, 2, 3, 4), (-1, 0, -1, 2), "independent", laws, ids, (2, 0, 2, 1, 3))
+    cut = draft.trim(9, 1)
+    assert (cut.tokens, cut.parents, cut.draws) == ((1, 3), (-1, -1), (1, 0, 1))
+    assert [law is own for law, own in zip(cut.probs or (), (laws[0], laws[2]), strict=True)] == [True, True]
+    assert [list(row) for row in cut.probs_ids or ()] == [[1, 2], [3, 4]]
+    assert list(draft.draws_below(ROOT)) == [2, 0, 2]
+    assert list(draft.draws_below(1)) == []
+
+
+@pytest.mark.parametrize(
+    ("draft", "told"),
+    [
+        (Draft((1,), (-1,), "independent"), "as many laws"),
+        (Draft((1,), (-1,), "independent", [UNIFORM[:3]]), "shape"),
+        (Draft((1,), (-1,), "independent", [UNIFORM * 0.9]), "sum to 1"),
+        (Draft((1,), (-1,), "independent", [np.full(VOCAB, np.nan)]), "sum to 1"),
+        (Draft((1,), (-1,), "independent", [np.array([1.5, -0.5, 0, 0, 0, 0])]), "at least 0"),
+        (Draft((1,), (-1,), "independent", [np.eye(VOCAB)[2]]), "probability 0"),
+        (Draft((1,), (-1,), "independent", [np.ones(1)], [np.array([2])]), "probability 0"),
+        (Draft((3,), (-1,), "independent", [np.ones(1)], [np.array([2])]), "probability 0"),
+        (Draft((2,), (-1,), "independent", [np.ones(2) / 2], [np.array([2, 1])]), "ascending"),
+        (Draft((2,), (-1,), "independent", [np.ones(2) / 2], [np.array([2, VOCAB])]), "ascending"),
+        (Draft((2,), (-1,), "independent", [np.ones(1)], []), "probs_ids"),
+        (sampled((1, 2), (-1, -1), (0,)), "name each"),
+        (sampled((1, 2), (-1, -1), (0, 1, 2)), "name each"),
+    ],
+)
+def test_malformed_laws_are_refused(draft: Draft, told: str) -> None:
+    with pytest.raises(ParameterError, match=told):
+        draft.check(VOCAB)
+
+
+def test_good_laws_pass() -> None:
+    sampled((1, 2), (-1, -1), (0, 1, 0)).check(VOCAB)
+    Draft((2,), (-1,), "without_replacement", [np.ones(2) / 2], [np.array([1, 2])]).check(VOCAB)
+
+
+def test_following() -> None:
+    draft = Draft((1, 2, 3), (-1, -1, 1))
+    assert draft.follow(lambda node, tokens: 2 + len(tokens)) == ((1, 2), (2, 3, 4))
+    assert draft.follow(lambda node, tokens: 9) == ((), (9,))
+    assert [Draft.chain([1, 2]).is_chain, Draft.empty().is_chain, draft.is_chain] == [True, True, False]
+
+
+# A confidence of 1 (its logarithm 0) makes a child tie with its parent.
+confidences = st.sampled_from([0.0, -0.1, -0.5, -2.0])
+
+
+@st.composite
+def builders(draw: st.DrawFn) -> TreeBuilder:
+    tree = TreeBuilder()
+    for _ in range(draw(st.integers(1, 8))):
+        parent = draw(st.integers(-1, len(tree) - 1))
+        if parent not in tree.parents:
+            count = draw(st.integers(1, 3))
+            tree.add(parent, range(count), [draw(confidences) for _ in range(count)])
+    return tree
+
+
+@given(tree=builders(), max_nodes=st.integers(0, 12))
+def test_the_most_confident_nodes_are_a_tree(tree: TreeBuilder, max_nodes: int) -> None:
+    nodes = tree.select(max_nodes)
+    assert len(nodes) == min(max_nodes, len(tree))
+    assert all(tree.parents[node] in (ROOT, *nodes) for node in nodes)
+    left_out = set(range(len(tree))) - set(nodes)
+    assert all(tree.confidences[a] <= tree.confidences[b] for a in left_out for b in nodes)
+    draft = tree.build(nodes)
+    draft.check(VOCAB)
+    assert [draft.depths[new] for new in range(len(draft))] == [tree.depths[node] for node in nodes]
+    assert [tree.path_tokens(node) for node in nodes] == [
+        tuple(draft.tokens[a] for a in draft.path(new)) for new in range(len(draft))
+    ]
+
+
+def test_the_frontier_is_the_deepest_level_at_its_most_confident() -> None:
+    tree = TreeBuilder()
+    assert tree.frontier(2) == []
+    tree.add(ROOT, [1, 2, 3], [-1.0, -0.1, -0.5])
+    assert tree.frontier(2) == [1, 2]
+    tree.add(1, [4, 5], [-3.0, -0.2])
+    tree.add(2, [4, 5], [-0.3, -0.3])
+    assert tree.frontier(2) == [4, 5]
+    assert tree.frontier(9, frozenset({5})) == [3, 5]
+    assert tree.confidences[3] == pytest.approx(-3.1)

@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sakiyomi.errors import SakiyomiError
-    from sakiyomi.llm import LLM, ChatSession
+    from sakiyomi.llm import LLM
     from sakiyomi.params import SamplingParams
     from sakiyomi.results import CompletionOutput, RequestOutput, StreamPiece
+    from sakiyomi.session import ChatSession
     from sakiyomi.tree import Draft
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "sakiyomi.llm",
-    "ChatSession": "sakiyomi.llm",
+    "ChatSession": "sakiyomi.session",
     "CompletionOutput": "sakiyomi.results",
     "Draft": "sakiyomi.tree",
     "RequestOutput": "sakiyomi.results",

@@ -19,10 +19,14 @@ class KVCache:
 
     Args:
         num_layers, num_kv_heads, head_dim: L, G and D.
+        max_length: positions of the model's context, beyond which no spare room is made; None knows no such end.
     """
 
-    def __init__(self, ops: Ops, num_layers: int, num_kv_heads: int, head_dim: int) -> None:
+    def __init__(
+        self, ops: Ops, num_layers: int, num_kv_heads: int, head_dim: int, *, max_length: int | None = None
+    ) -> None:
         self._ops = ops
+        self._max_length = max_length
         self._shape = (num_layers, num_kv_heads, head_dim)
         self._length = 0
         self._num_pending = 0
@@ -58,7 +62,8 @@ class KVCache:
             raise ParameterError(f"cannot reserve {num_rows} rows; give 0 or more.")
         needed = self._length + num_rows
         if needed > self._capacity:
-            self._grow(max(needed, 2 * self._capacity, FIRST_CAPACITY))
+            generous = max(2 * self._capacity, FIRST_CAPACITY)
+            self._grow(max(needed, generous if self._max_length is None else min(generous, self._max_length)))
         self._num_pending = num_rows
 
     def slots(self) -> KVSlots:
@@ -106,7 +111,7 @@ class KVCache:
 
     def fork(self) -> KVCache:
         """An independent copy of the committed positions."""
-        copy = KVCache(self._ops, *self._shape)
+        copy = KVCache(self._ops, *self._shape, max_length=self._max_length)
         copy.reserve(self._length)
         copy._copy_slots(self._keys, self._values, self._length)
         copy.keep(range(self._length))

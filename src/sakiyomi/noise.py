@@ -1,5 +1,9 @@
 """Keyed noise: the randomness of a token is a pure function of (seed, position, id).
 
+The rules that keep the distribution (verify/) and the drafters that sample for them never key by position: they look
+at a token before they decide to stop in front of it, so noise that came back at that position would be conditioned on
+the decision. Theirs is keyed by (seed, step, node, purpose, id), see `NoiseKey`.
+
 Philox4x32-10 (Salmon, Moraes, Dror and Shaw, 2011, "Parallel random numbers: as easy as 1, 2, 3") turns the key
 `seed` and the counter (id // 4, purpose, position) into four words; word id % 4 becomes a standard Gumbel variate by a
 logarithm of our own. `exact_log` and `exact_exp` use nothing but IEEE 754 double additions, subtractions,
@@ -11,7 +15,7 @@ from __future__ import annotations
 
 import secrets
 from math import factorial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +25,9 @@ Uint32s: TypeAlias = npt.NDArray[np.uint32]
 
 PURPOSE_MATCH = 0  # the noise that chooses tokens
 PURPOSE_SEED = 1  # seeds of further samples
+PURPOSE_DRAFT = 2  # draws of drafters that sample
+PURPOSE_ACCEPT = 3  # coins of the rules that keep the distribution
+PURPOSE_CORRECT = 4  # the token that such a rule draws behind the last accepted one
 
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -39,7 +46,50 @@ EXP_LOWEST = float.fromhex("-0x1.6232bdd7abcd2p+9")  # -1022 log 2, where the sc
 EXP_HIGHEST = float.fromhex("0x1.62e42fefa39efp+9")  # the largest double whose exponential is finite
 
 
-def gumbel(seed: int, t: int, ids: npt.NDArray[Any]) -> Float64s:
+class NoiseKey(NamedTuple):
+    """What the draws of a distribution rule are keyed by, beside the id.
+
+    Attributes:
+        seed: the sequence's, 0 to 2^64 - 1.
+        step: number of the step, never the same twice in a sequence, 0 to 2^32 - 1.
+        node: the draft node, -1 the root, below 2^32 - 1.
+        purpose: PURPOSE_DRAFT, PURPOSE_ACCEPT or PURPOSE_CORRECT.
+    """
+
+    seed: int
+    step: int
+    node: int
+    purpose: int
+
+    @property
+    def counter(self) -> int:
+        """Step and node where the noise of `match` has the position."""
+        return self.step | (self.node + 1) << 32
+
+
+class Randomness(Protocol):
+    """Where sampling drafters and distribution rules get chance from: keyed noise, or a test that tries everything.
+
+    Draws with different keys are independent.
+    """
+
+    def flip(self, key: NoiseKey, p: float, q: float = 1.0) -> bool:
+        """True with probability min(1, p / q); never for p = 0."""
+        ...
+
+    def draw(self, key: NoiseKey, ids: npt.NDArray[Any], probs: Float64s, count: int = 1) -> list[int]:
+        """Ids drawn by `probs` [K] without replacement, in the order of drawing; fewer where fewer are possible."""
+        ...
+
+
+def uniform(key: NoiseKey) -> float:
+    """A uniform number in [0, 1) with 53 bits."""
+    words = philox_words(key.seed, key.counter, np.zeros(1, np.uint32), key.purpose)
+    high, low = int(words[0][0]) >> 5, int(words[1][0]) >> 6
+    return ((high << 26) + low) * 2.0**-53
+
+
+def gumbel(seed: int, t: int, ids: npt.NDArray[Any], purpose: int = PURPOSE_MATCH) -> Float64s:
     """Standard Gumbel noise of the tokens `ids` at absolute position `t`.
 
     Args:
@@ -50,7 +100,7 @@ def gumbel(seed: int, t: int, ids: npt.NDArray[Any]) -> Float64s:
     Returns:
         float64 [N], from -3.14 to 22.88.
     """
-    word = philox(seed, t, ids).astype(np.float64)
+    word = philox(seed, t, ids, purpose).astype(np.float64)
     # u = (word + 1/2) / 2^32 has 33 bits, so 1 - u is exact, and its logarithm is exact to the last bits for small u,
     # where the largest noise comes from.
     exponential = -_log_normal(1.0 - (word + 0.5) * 2.0**-32)

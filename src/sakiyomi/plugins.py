@@ -12,11 +12,15 @@ import importlib
 import pkgutil
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from sakiyomi.errors import ParameterError, UnknownNameError
+
+MAX_DRAFT_TOKENS = 1024
+"""Nodes of a draft that a built-in drafter may be asked for: far beyond what ever pays, near enough to stay quick."""
 
 
 def list_names(package: str, group: str) -> list[str]:
@@ -33,7 +37,7 @@ def find_class(package: str, group: str, kind: str, name: str) -> Any:
     """
     known = list_names(package, group)
     if name not in known:
-        raise UnknownNameError(f"unknown {kind} {name!r}{_suggest(name, known)}; known are {', '.join(known)}.")
+        raise UnknownNameError(f"unknown {kind} {name!r}{suggest(name, known)}; known are {', '.join(known)}.")
     for entry in entry_points(group=group):
         if entry.name == name:
             return entry.load()
@@ -75,7 +79,7 @@ def make_config(owner: str, config: type, options: Mapping[str, Any]) -> Any:
     for key in options:
         if key not in fields:
             known = ", ".join(fields) or "none"
-            raise ParameterError(f"{owner} has no option {key!r}{_suggest(key, list(fields))}; its options: {known}.")
+            raise ParameterError(f"{owner} has no option {key!r}{suggest(key, list(fields))}; its options: {known}.")
     for key, field in fields.items():
         has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
         if not has_default and key not in options:
@@ -83,13 +87,21 @@ def make_config(owner: str, config: type, options: Mapping[str, Any]) -> Any:
     return config(**{key: _convert(f"{owner}: {key}", hints[key], value) for key, value in options.items()})
 
 
+def check_bounds(name: str, value: int, lowest: int, highest: int) -> None:
+    """Refuse an option of a Config outside its range.
+
+    Raises:
+        ParameterError: naming the option, its value and what is allowed.
+    """
+    if not lowest <= value <= highest:
+        raise ParameterError(f"{name}={value} is not allowed; give {lowest} to {highest}.")
+
+
 def _convert(what: str, hint: Any, value: Any) -> Any:
     """`value` as the type `hint`; texts are read, everything else is checked."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
-        if value is None or value == "none":
-            return None
-        return _convert(what, next(arg for arg in get_args(hint) if arg is not type(None)), value)
+        return _convert_union(what, get_args(hint), value)
     if origin is Literal:
         if value not in get_args(hint):
             raise ParameterError(f"{what}={value!r} is not allowed; give one of {', '.join(map(str, get_args(hint)))}.")
@@ -105,7 +117,29 @@ def _convert(what: str, hint: Any, value: Any) -> Any:
             raise ParameterError(f"{what}={value!r} is not allowed; give a number.") from None
     if hint in (int, float, str, bool) and not _is_a(value, hint):
         raise ParameterError(f"{what}={value!r} is not allowed; give a value of type {hint.__name__}.")
+    if hint is Path and isinstance(value, str):
+        return Path(value)
+    if isinstance(value, str) and hint not in (str, Any, object):
+        raise ParameterError(f"{what}={value!r} is not allowed: no text can express it; give it from Python.")
+    if (hint is Callable or origin is Callable) and not callable(value):
+        raise ParameterError(f"{what}={value!r} is not allowed; give a function.")
     return value
+
+
+def _convert_union(what: str, hints: tuple[Any, ...], value: Any) -> Any:
+    """`value` as the first of several types that takes it; "none" is None where that is one of them."""
+    if type(None) in hints and (value is None or value == "none"):
+        return None
+    refusal = None
+    for hint in hints:
+        if hint is type(None):
+            continue
+        try:
+            return _convert(what, hint, value)
+        except ParameterError as error:
+            refusal = refusal or error
+    assert refusal is not None, "a union has members"
+    raise refusal
 
 
 def _is_a(value: Any, hint: type) -> bool:
@@ -114,6 +148,7 @@ def _is_a(value: Any, hint: type) -> bool:
     return isinstance(value, (int, float) if hint is float else hint)
 
 
-def _suggest(name: str, known: list[str]) -> str:
+def suggest(name: str, known: list[str]) -> str:
+    """A hint at the known name that is closest, or nothing."""
     close = difflib.get_close_matches(name, known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

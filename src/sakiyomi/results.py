@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from sakiyomi.types import FinishReason
 
@@ -45,7 +45,10 @@ class SpeculationStats:
     """What drafting and verifying did, over all samples of a request (vLLM's definitions).
 
     Attributes:
+        is_lossless: what the verifier keeps: "tokens", "distribution" or "no".
+        verifier_options: the verifier's knobs.
         mean_acceptance_length: 1 + accepted / steps, the bonus token included.
+        num_lossy_tokens: accepted tokens that only a lossy rule accepts.
         acceptance_per_position: for each draft position the share of steps that accepted it.
     """
 
@@ -57,6 +60,8 @@ class SpeculationStats:
     num_accepted_tokens: int
     mean_acceptance_length: float
     acceptance_per_position: list[float]
+    num_lossy_tokens: int = 0
+    verifier_options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from sakiyomi.errors import ParameterError
 
 Drawn = Literal["fixed", "coupled", "independent", "without_replacement"]
+Rows = Sequence[npt.NDArray[Any]]
 ROOT = -1
+SAMPLED: tuple[Drawn, ...] = ("independent", "without_replacement")
+LAW_TOLERANCE = 1e-3  # of the sum of a law; what single precision makes of 200,000 ids is far inside
 
 
 @dataclass(frozen=True)
@@ -22,7 +28,14 @@ class Draft:
         parents: N indices, each smaller than its own index, -1 for children of the root.
         drawn: how the tokens were found. "fixed": a function of the prefix alone; "coupled": with the target's own
             noise; "independent" and "without_replacement": sampled from `probs`.
-        probs: for sampled drafts, the laws the children were drawn from, else None.
+        probs: for sampled drafts one law per node, the one it was drawn from, [V] or [K] over its `probs_ids`. Under
+            "without_replacement" it is the law of the first of the siblings, that is before any was taken out.
+        probs_ids: None where `probs` covers the vocabulary, else for each node the ascending ids [K] of its law.
+        draws: for sampled drafts the nodes in the order of drawing among siblings; independent draws may draw a node
+            again. None: each node once, in order. The verifier must learn of every draw, and a sampled node must
+            never be left out because of its own token or probability.
+        confidences: for each node the drafter's estimate of the probability that the text passes through it, or None
+            where the drafter has none. Never larger than the parent's.
 
     Siblings carry distinct tokens. `check` raises on a draft that breaks these rules.
     """
@@ -30,7 +43,10 @@ class Draft:
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
     drawn: Drawn = "fixed"
-    probs: Any = None
+    probs: Rows | None = field(default=None, compare=False)
+    probs_ids: Rows | None = field(default=None, compare=False)
+    draws: tuple[int, ...] | None = None
+    confidences: tuple[float, ...] | None = None
 
     @classmethod
     def empty(cls) -> Draft:
@@ -93,22 +109,65 @@ class Draft:
         """For each node, its path."""
         return tuple(self.path(node) for node in range(len(self)))
 
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether each node is the only child of the one before."""
+        return self.parents == tuple(range(-1, len(self) - 1))
+
+    @cached_property
+    def _draws_below(self) -> dict[int, list[int]]:
+        below: dict[int, list[int]] = {}
+        for node in range(len(self)) if self.draws is None else self.draws:
+            below.setdefault(self.parents[node], []).append(node)
+        return below
+
+    def draws_below(self, node: int) -> Sequence[int]:
+        """The children of `node` (-1: the root) in the order of drawing, with repetitions."""
+        return self._draws_below.get(node, ())
+
+    def follow(self, choose: Callable[[int, tuple[int, ...]], int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Walk down from the root while a child carries the chosen token.
+
+        Args:
+            choose: from a node (-1: the root) and the tokens down to it to the token that follows.
+
+        Returns:
+            The nodes passed, and all chosen tokens: one more than nodes.
+        """
+        path: list[int] = []
+        tokens: list[int] = []
+        node: int | None = ROOT
+        while node is not None:
+            token = choose(node, tuple(tokens))
+            tokens.append(token)
+            node = self.child(node, token)
+            if node is not None:
+                path.append(node)
+        return tuple(path), tuple(tokens)
+
     def trim(self, max_nodes: int, max_depth: int) -> Draft:
-        """The draft without nodes deeper than `max_depth` and with at most `max_nodes` nodes, in their order."""
-        if len(self) <= max_nodes and all(depth <= max_depth for depth in self.depths):
+        """The draft without nodes deeper than `max_depth` and with at most `max_nodes` nodes, in their order.
+
+        Of a sampled draft at most `max_nodes` draws stay, so that no draw is left out because of what it drew.
+        """
+        draws: Sequence[int] = range(len(self)) if self.draws is None else self.draws
+        if len(draws) <= max_nodes and all(depth <= max_depth for depth in self.depths):
             return self
-        kept = [node for node, depth in enumerate(self.depths) if depth <= max_depth][: max(max_nodes, 0)]
+        draws = [node for node in draws if self.depths[node] <= max_depth][: max(max_nodes, 0)]
+        kept = sorted(set(draws))
         index = {ROOT: ROOT} | {node: new for new, node in enumerate(kept)}
-        probs = None if self.probs is None else [self.probs[node] for node in kept]
         return Draft(
             tuple(self.tokens[node] for node in kept),
             tuple(index[self.parents[node]] for node in kept),
             self.drawn,
-            probs,
+            _rows(self.probs, kept),
+            _rows(self.probs_ids, kept),
+            None if self.draws is None else tuple(index[node] for node in draws),
+            None if self.confidences is None else tuple(self.confidences[node] for node in kept),
         )
 
     def check(self, vocab_size: int) -> None:
-        """Raise ParameterError unless ids are in range, parents come first and siblings differ."""
+        """Raise ParameterError unless ids are in range, parents come first, siblings differ and laws are laws."""
         if len(self.tokens) != len(self.parents):
             raise ParameterError(f"a draft has {len(self.tokens)} tokens but {len(self.parents)} parents.")
         for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
@@ -118,3 +177,158 @@ class Draft:
                 raise ParameterError(f"draft node {node} has parent {parent}; a parent comes before its children.")
         if len(self._children) != len(self.tokens):
             raise ParameterError("a draft has two siblings with the same token; siblings must differ.")
+        if self.confidences is not None and len(self.confidences) != len(self.tokens):
+            raise ParameterError(f"a draft has {len(self.tokens)} tokens but {len(self.confidences)} confidences.")
+        if self.drawn in SAMPLED:
+            self._check_laws(vocab_size)
+
+    def _check_laws(self, vocab_size: int) -> None:
+        if self.draws is not None and set(self.draws) != set(range(len(self))):
+            raise ParameterError(f"draws={self.draws} of a sampled draft; name each of its {len(self)} nodes.")
+        if self.probs is None or len(self.probs) != len(self):
+            raise ParameterError(f"a sampled draft of {len(self)} nodes needs as many laws in probs.")
+        if self.probs_ids is not None and len(self.probs_ids) != len(self):
+            raise ParameterError(f"a sampled draft of {len(self)} nodes has {len(self.probs_ids)} rows of probs_ids.")
+        checked: set[int] = set()
+        for node, probs in enumerate(self.probs):
+            ids = None if self.probs_ids is None else self.probs_ids[node]
+            if id(probs) not in checked:
+                checked.add(id(probs))
+                _check_law(node, probs, ids, vocab_size)
+            index = self.tokens[node] if ids is None else int(np.searchsorted(ids, self.tokens[node]))
+            is_known = index < len(probs) and (ids is None or ids[index] == self.tokens[node])
+            if not is_known or not probs[index] > 0:
+                raise ParameterError(f"draft node {node} cannot have been drawn: its law gives it probability 0.")
+
+
+def _check_law(node: int, probs: npt.NDArray[Any], ids: npt.NDArray[Any] | None, vocab_size: int) -> None:
+    size = vocab_size if ids is None else len(ids)
+    if probs.shape != (size,):
+        raise ParameterError(f"the law of draft node {node} has shape {probs.shape}; its ids are {size}.")
+    if not probs.min() >= 0 or not abs(float(probs.sum()) - 1) <= LAW_TOLERANCE:
+        raise ParameterError(f"the law of draft node {node} is none: probabilities of at least 0 that sum to 1.")
+    if ids is not None and (ids[0] < 0 or ids[-1] >= vocab_size or not (np.diff(ids) > 0).all()):
+        raise ParameterError(f"the law of draft node {node} needs ascending ids from 0 to {vocab_size - 1}.")
+
+
+def _rows(rows: Rows | None, kept: Sequence[int]) -> Rows | None:
+    return None if rows is None else [rows[node] for node in kept]
+
+
+class TreeBuilder:
+    """A dynamic tree: grown level by level where the drafter is confident, then cut to its most confident nodes.
+
+    As in EAGLE-2 (Li et al., 2024): a node's confidence is the product of the drafter's probabilities along its path.
+    A tree of sampled tokens may grow this way too, since only what is already drawn decides where to draw next, but it
+    must not be cut.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.depths: list[int] = []
+        self.confidences: list[float] = []
+        """Logarithms, the parents' included."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def add(self, parent: int, tokens: Iterable[int], confidences: Iterable[float]) -> None:
+        """Append children of `parent` (-1: the root), with the logarithms of their own confidences."""
+        depth, above = (1, 0.0) if parent == ROOT else (self.depths[parent] + 1, self.confidences[parent])
+        for token, confidence in zip(tokens, confidences, strict=True):
+            self.tokens.append(token)
+            self.parents.append(parent)
+            self.depths.append(depth)
+            self.confidences.append(above + min(confidence, 0.0))
+
+    def path_tokens(self, node: int) -> tuple[int, ...]:
+        """The tokens from the root's child down to `node`."""
+        tokens: list[int] = []
+        while node != ROOT:
+            tokens.append(self.tokens[node])
+            node = self.parents[node]
+        return tuple(reversed(tokens))
+
+    def frontier(self, width: int, end_ids: frozenset[int] = frozenset()) -> list[int]:
+        """The `width` most confident nodes of the deepest level that do not end the text, in order."""
+        deepest = max(self.depths, default=0)
+        nodes = [n for n, depth in enumerate(self.depths) if depth == deepest and self.tokens[n] not in end_ids]
+        return sorted(self._rank(nodes)[:width])
+
+    def select(self, max_nodes: int) -> list[int]:
+        """The `max_nodes` most confident nodes, in order; with a node its parent is among them."""
+        return sorted(self._rank(range(len(self)))[:max_nodes])
+
+    def build(self, nodes: Sequence[int] | None = None, drawn: Drawn = "fixed") -> Draft:
+        """The draft of all nodes, or of some that hold every parent of theirs."""
+        nodes = range(len(self)) if nodes is None else nodes
+        index = {ROOT: ROOT} | {node: new for new, node in enumerate(nodes)}
+        tokens = tuple(self.tokens[node] for node in nodes)
+        return Draft(tokens, tuple(index[self.parents[node]] for node in nodes), drawn)
+
+    def _rank(self, nodes: Iterable[int]) -> list[int]:
+        # A child as confident as its parent (probability 1) must not come before it.
+        return sorted(nodes, key=lambda node: (-self.confidences[node], self.depths[node], node))
+
+
+DEFAULT_CONFIDENCE = 0.6
+"""Of each further token of a draft whose drafter tells none; what lookup and small models reach on everyday text."""
+
+
+def expected_length(draft: Draft) -> float:
+    """How many tokens of a draft its drafter expects to be accepted."""
+    return sum(_confidences(draft))
+
+
+def merge_drafts(drafts: Sequence[Draft], max_nodes: int) -> Draft:
+    """One tree of the most confident nodes of several drafts, the most confident first.
+
+    A node that several drafts hold counts once, with the largest of their confidences. Sampled drafts cannot be merged:
+    a rule that keeps the distribution must learn of every draw.
+    """
+    assert all(draft.drawn not in SAMPLED for draft in drafts), "sampled drafts cannot be merged"
+    tree = _MergedTree()
+    for draft in drafts:
+        tree.add(draft)
+    drawn: Drawn = "coupled" if any(draft.drawn == "coupled" for draft in drafts) else "fixed"
+    return tree.select(max_nodes, drawn)
+
+
+def _confidences(draft: Draft) -> Sequence[float]:
+    if draft.confidences is not None:
+        return draft.confidences
+    return [DEFAULT_CONFIDENCE**depth for depth in draft.depths]
+
+
+class _MergedTree:
+    """Nodes in the order of their discovery, so that a parent's number is smaller than its children's."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[tuple[int, int], int] = {}
+        self._keys: list[tuple[int, int]] = []
+        self._confidences: list[float] = []
+
+    def add(self, draft: Draft) -> None:
+        index = {ROOT: ROOT}
+        confidences = _confidences(draft)
+        for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
+            key = (index[parent], token)
+            if key not in self._nodes:
+                self._nodes[key] = len(self._keys)
+                self._keys.append(key)
+                self._confidences.append(0.0)
+            index[node] = self._nodes[key]
+            limit = 1.0 if key[0] == ROOT else self._confidences[key[0]]
+            self._confidences[index[node]] = max(self._confidences[index[node]], min(confidences[node], limit))
+
+    def select(self, max_nodes: int, drawn: Drawn) -> Draft:
+        # A parent comes before its children: it is at least as confident, and was found first.
+        order = sorted(range(len(self._keys)), key=lambda node: -self._confidences[node])[: max(max_nodes, 0)]
+        index = {ROOT: ROOT} | {node: new for new, node in enumerate(order)}
+        return Draft(
+            tuple(self._keys[node][1] for node in order),
+            tuple(index[self._keys[node][0]] for node in order),
+            drawn,
+            confidences=tuple(self._confidences[node] for node in order),
+        )

@@ -14,11 +14,14 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from sakiyomi.noise import NoiseKey
 from sakiyomi.params import SamplingParams
 from sakiyomi.tree import Draft
 
 Array: TypeAlias = Any  # an array of the backend at hand: numpy.ndarray or torch.Tensor
 Lossless: TypeAlias = Literal["tokens", "distribution", "no"]
+DrawMode: TypeAlias = Literal["argmax", "coupled", "independent"]
+"""How a drafter with laws of its own finds tokens: the most probable, with the target's noise, or sampled by itself."""
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 GROUP_SIZE = 32
 
@@ -157,6 +160,7 @@ class Sequence:
         end_ids: the ids that end the answer, resolved from model, `stop_token_ids` and `ignore_eos`.
         prediction: a text to draft from (ids), or None.
         speculation: False drafts nothing for this request, an int caps its drafts, True leaves it to the engine.
+        num_steps: steps made so far (`decode.step` counts them).
     """
 
     id: str
@@ -172,6 +176,7 @@ class Sequence:
     stop_reason: int | str | None = None
     prediction: Seq[int] | None = None
     speculation: bool | int = True
+    num_steps: int = 0
 
     @property
     def num_new(self) -> int:
@@ -180,6 +185,12 @@ class Sequence:
     def history(self, path: tuple[int, ...] = ()) -> History:
         """The history of the token that follows the committed ones and `path`."""
         return History(self.tokens, self.num_prompt, self.params, self.seed, self.end_ids, path)
+
+    def noise_key(self, node: int, purpose: int) -> NoiseKey:
+        """The key of what is drawn at `node` (-1: the root) in the step to come."""
+        # A later turn of a chat begins behind at least one token per step of this one, so with the prompt's length
+        # in the sum no key returns although each turn counts its steps from 0.
+        return NoiseKey(self.seed, self.num_prompt + self.num_steps, node, purpose)
 
 
 # ---------------------------------------------------------------------------------------------- models
@@ -298,10 +309,17 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a verifier decides: the accepted nodes, root to leaf, and the tokens to emit (accepted + the final one)."""
+    """What a verifier decides.
+
+    Attributes:
+        path: the accepted nodes, root to leaf.
+        tokens: the tokens to emit: the accepted ones and the final one.
+        lossy: indices in `path` of nodes that only a lossy rule accepts.
+    """
 
     path: tuple[int, ...]
     tokens: tuple[int, ...]
+    lossy: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,10 +329,14 @@ class DrafterContext:
     Attributes:
         target: the model that verifies.
         load_model: loads a second model by name and checks that it shares the target's tokenizer.
+        draw: how the verifier wants tokens to be found; for drafters that can choose.
+        make_drafters: builds the drafters that a text joins by "+", for the same target.
     """
 
     target: Model
     load_model: Callable[[str], Model]
+    draw: DrawMode = "coupled"
+    make_drafters: Callable[[str], list[Drafter]] | None = None
 
 
 class Drafter(Protocol):
@@ -325,6 +347,8 @@ class Drafter(Protocol):
 
     taps: tuple[int, ...] = ()
     needs_all_taps: bool = False
+    reads_prediction: bool = False
+    """Whether it drafts from `Sequence.prediction`."""
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         """One draft per sequence, of at most `budget` nodes each."""
@@ -344,9 +368,14 @@ class Drafter(Protocol):
 
 
 class Verifier(Protocol):
-    """Decides which drafted tokens stay."""
+    """Decides which drafted tokens stay.
+
+    A verifier with `is_lossless = "no"` has a field `lossy: bool = False` in its Config, the user's consent.
+    """
 
     is_lossless: Lossless
+    draw: DrawMode = "coupled"
+    """How drafters that can choose shall find their tokens."""
 
     def verify(self, draft: Draft, output: Output, sequence: Sequence) -> Verdict:
         """Judge `draft`; `output` has the root's row first, then one row per node."""

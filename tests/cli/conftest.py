@@ -45,6 +45,7 @@ def llm(fake_module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
         return fake_module.load_fake(options, fake)
 
     monkeypatch.setattr(loading, "load_llm", load)
+    monkeypatch.setattr(loading, "share_plainly", lambda llm: llm)
     return fake
 
 

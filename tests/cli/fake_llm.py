@@ -12,6 +12,9 @@ from sakiyomi.errors import ContextLengthError, ParameterError, UnknownNameError
 
 ANSWER = ["The", " sky", " is", " blue", "", "\U0001f600", "\n", "Done."]
 DRAFTED = {2, 3, 6}
+# Every control character but line end and tab, some of them in drafted tokens.
+CONTROLS = "".join(chr(code) for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t")
+STEERING = ["<", CONTROLS, CONTROLS, "\x1b[2J\x9b2J", "\t>"]
 
 
 class FakeLLM:
@@ -22,24 +25,32 @@ class FakeLLM:
         self.info = SimpleNamespace(name="fake")
         self.delay = delay
         self.asked: list[tuple[Any, Any]] = []
+        self.wishes: list[tuple[Any, Any]] = []
         self.closed = 0
 
-    def render(self, messages: list[dict[str, str]]) -> list[int]:
+    def render(self, messages: list[dict[str, str]]) -> str | list[int]:
+        if messages[-1]["content"] == "steer":
+            return "steer"
         return [len(message["content"]) for message in messages]
 
-    def stream(self, prompt: str | list[int], params: Any) -> Iterator[Any]:
+    def stream(
+        self, prompt: str | list[int], params: Any, *, prediction: Any = None, speculation: Any = True
+    ) -> Iterator[Any]:
         self.asked.append((prompt, params))
+        self.wishes.append((prediction, speculation))
         if prompt == "too long" or prompt == [8]:
             raise ContextLengthError("the prompt has 9999 tokens and the context 2048;\nshorten it.")
+        if prompt == "steer":
+            return self._pieces(prompt, params, STEERING)
         if prompt == "bug":
             raise RuntimeError("a wire came\nloose")
-        return self._pieces(prompt, params)
+        return self._pieces(prompt, params, ANSWER)
 
-    def _pieces(self, prompt: str | list[int], params: Any) -> Iterator[Any]:
-        words = ANSWER[: params.max_tokens]
+    def _pieces(self, prompt: str | list[int], params: Any, answer: list[str]) -> Iterator[Any]:
+        words = answer[: params.max_tokens]
         try:
             for index, text in enumerate(words):
-                time.sleep(self.delay)
+                time.sleep(self.delay if answer is ANSWER else 0)
                 is_last = index == len(words) - 1
                 yield SimpleNamespace(
                     token_id=100 + index,
@@ -62,9 +73,12 @@ class FakeLLM:
         speculation = SimpleNamespace(
             drafter="ngram",
             verifier="match",
+            is_lossless="tokens",
+            verifier_options={},
             num_steps=5,
             num_draft_tokens=6,
             num_accepted_tokens=3,
+            num_lossy_tokens=0,
             mean_acceptance_length=1.6,
             acceptance_per_position=[0.4, 0.2],
         )
@@ -89,9 +103,9 @@ class FakeSession:
     def reset(self) -> None:
         self.turns = []
 
-    def stream(self, text: str, params: Any) -> Iterator[Any]:
+    def stream(self, text: str, params: Any, **wishes: Any) -> Iterator[Any]:
         self.turns.append(text)
-        return self.llm.stream([len(turn) for turn in self.turns], params)
+        return self.llm.stream("steer" if text == "steer" else [len(turn) for turn in self.turns], params, **wishes)
 
 
 def load_fake(options: Any, llm: FakeLLM) -> FakeLLM:
@@ -107,5 +121,6 @@ if __name__ == "__main__":
 
     slow = FakeLLM(delay=0.25)
     loading.load_llm = lambda options: load_fake(options, slow)  # type: ignore[assignment]
+    loading.share_plainly = lambda llm: llm
     sys.argv[0] = "sakiyomi"
     main()

@@ -35,7 +35,7 @@ def test_system_and_sampling_options(run, llm) -> None:
 
 def test_a_turn_that_fails_does_not_end_the_conversation(run, llm) -> None:
     result = run("chat", stdin=b"too long\n/reset\none\n")
-    assert result.code == 0
+    assert result.code == 1, "a script must see that a turn failed"
     assert result.stdout == TEXT
     assert "error: the prompt has 9999 tokens and the context 2048; shorten it.\n" in result.stderr
 
@@ -51,3 +51,8 @@ def test_bytes_that_are_no_text(run, llm) -> None:
     result = run("chat", stdin=b"caf\xe9\n")
     assert result.code == 1
     assert result.stderr == "error: standard input is not valid UTF-8; give a text in UTF-8.\n"
+
+
+def test_a_byte_order_mark_is_not_said(run, llm) -> None:
+    assert run("chat", stdin=b"\xef\xbb\xbfone\n").code == 0
+    assert [prompt for prompt, _ in llm.asked] == [[3]]

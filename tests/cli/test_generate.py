@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 
 import pytest
+
+from sakiyomi.cli import loading
 
 TEXT = "The sky is blue\U0001f600\nDone."
 
@@ -25,7 +28,7 @@ def test_defaults_are_greedy_and_without_a_cap(run, llm) -> None:
     prompt, params = llm.asked[0]
     assert prompt == [5], "the chat template was not applied"
     assert (params.temperature, params.max_tokens, params.seed) == (0.0, None, None)
-    assert (llm.options.model, llm.options.drafter, llm.options.verifier) == ("smollm2", "ngram", "match")
+    assert (llm.options.model, llm.options.drafter, llm.options.verifier) == ("smollm2", "suffix", "match")
 
 
 EVERY_OPTION = """
@@ -68,6 +71,24 @@ def test_prompt_from_a_file(run, llm, tmp_path: Path) -> None:
     assert llm.asked[0][0] == "from a file"
 
 
+def test_a_byte_order_mark_is_no_part_of_a_text(run, llm, tmp_path: Path) -> None:
+    marked = b"\xef\xbb\xbfO\xc3\xb9?"
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(marked)
+    for way in (("-f", str(file)), ("-",), ("hi", "--prediction", str(file))):
+        assert run("generate", "--raw", *way, stdin=marked).code == 0
+    assert [prompt for prompt, _ in llm.asked] == ["Où?", "Où?", "hi"]
+    assert llm.wishes[-1][0] == "Où?"
+
+
+def test_a_prediction_and_the_switch_of_speculation_arrive(run, llm, tmp_path: Path) -> None:
+    (tmp_path / "expected.txt").write_text("The sky is blue.\n", newline="")
+    assert run("generate", "hi", "--prediction", str(tmp_path / "expected.txt")).code == 0
+    for text in ("on", "off", "0", "5"):
+        assert run("generate", "hi", "--speculation", text).code == 0
+    assert llm.wishes == [("The sky is blue.\n", True), (None, True), (None, False), (None, 0), (None, 5)]
+
+
 def test_system_message(run, llm) -> None:
     run("generate", "hello", "--system", "Be brief.")
     assert llm.asked[0][0] == [9, 5]
@@ -96,9 +117,12 @@ def test_json_is_one_object_with_the_frozen_keys(run, llm) -> None:
         "speculation": {
             "drafter": "ngram",
             "verifier": "match",
+            "is_lossless": "tokens",
+            "verifier_options": {},
             "num_steps": 5,
             "num_draft_tokens": 6,
             "num_accepted_tokens": 3,
+            "num_lossy_tokens": 0,
             "mean_acceptance_length": 1.6,
             "acceptance_per_position": [0.4, 0.2],
         },
@@ -121,6 +145,9 @@ def test_json_is_one_object_with_the_frozen_keys(run, llm) -> None:
         (["generate", "hi", "-d", "nonsense"], 1, "known: model, ngram, none"),
         (["generate", "hi", "--device", "tpu"], 1, "give cpu or cuda"),
         (["generate", "-f", "/no/such/file"], 1, "cannot read the prompt from /no/such/file"),
+        (["generate", "hi", "--prediction", "/no/such/file"], 1, "cannot read the prediction from /no/such/file"),
+        (["generate", "hi", "--speculation", "-1"], 2, "give on, off or a number"),
+        (["generate", "hi", "--speculation", "maybe"], 2, "give on, off or a number"),
         (["generate", "bug", "--raw"], 1, "RuntimeError: a wire came loose (--debug shows where)"),
         (["generate", "hi", "-f", "x"], 2, "not both"),
         (["generate", "hi", "--raw", "--system", "x"], 2, "drop one"),
@@ -137,6 +164,59 @@ def test_what_goes_wrong_is_one_line(run, llm, arguments: list[str], code: int, 
     assert told in result.stderr
     assert result.stderr.startswith("error: ")
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "known"),
+    [
+        (["generate", "hi", "--foo"], ["--model", "--drafter", "--temperature", "--json", "--max-tokens", "--help"]),
+        (["generate", "hi", "--temprature", "1"], ["--temperature", "--drafter"]),
+        (["generate", "hi", "-Z"], ["--model", "--drafter"]),
+        (["chat", "--raw"], ["--system", "--speculation"]),
+        (["pull", "--foo"], ["--debug"]),
+        (["--foo"], ["--version"]),
+        (["generat", "hi"], ["generate", "chat", "pull", "demo"]),
+    ],
+)
+def test_a_wrong_option_or_command_lists_the_known_ones(run, llm, arguments: list[str], known: list[str]) -> None:
+    result = run(*arguments)
+    assert (result.code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    told = result.stderr.partition("Known ")[2]
+    assert set(known) <= set(re.findall(r"[\w-]+", told)), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "spec", "known"),
+    [
+        ("--drafter", "nonsense", ["ngram", "suffix", "model", "none"]),
+        ("--drafter", "ngram:foo=1", ["max_ngram", "min_ngram"]),
+        ("--drafter", "suffix:foo=1", ["min_match", "width"]),
+        ("--drafter", "suffix+ngram:foo=1", ["max_ngram"]),
+        ("--drafter", "combined:parts=suffix+ngram:foo=1", ["max_ngram"]),
+        ("--drafter", "none:foo=1", ["none"]),
+        ("--verifier", "nonsense", ["match", "block"]),
+        ("--verifier", "typical:foo=1", ["epsilon", "delta"]),
+    ],
+)
+def test_drafters_and_verifiers_are_checked_before_anything_is_fetched(
+    run, monkeypatch: pytest.MonkeyPatch, option: str, spec: str, known: list[str]
+) -> None:
+    monkeypatch.setattr(loading, "fetch", lambda name: pytest.fail("the model was fetched"))
+    result = run("generate", "hi", option, spec)
+    assert (result.code, result.stdout, result.stderr.count("\n")) == (1, "", 1)
+    assert set(known) <= set(re.findall(r"\w+", result.stderr)), result.stderr
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_an_empty_model_is_not_the_current_folder(
+    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    for command in (("generate", "hi", "--model", name), ("pull", name)):
+        result = run(*command)
+        assert (result.code, result.stdout, result.stderr.count("\n")) == (1, "", 1)
+        assert "names no model; give smollm2" in result.stderr
 
 
 def test_bytes_that_are_no_text(run, llm) -> None:

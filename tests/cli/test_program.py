@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import pty
 import re
@@ -13,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -22,6 +25,15 @@ TEXT = "The sky is blue\U0001f600\nDone."
 
 def run_program(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60, **options)
+
+
+def fake_module() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("fake_llm", FAKE_PROGRAM)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def without_colour_wishes() -> dict[str, str]:
@@ -106,6 +118,87 @@ def test_an_encoding_without_the_character() -> None:
     assert shown.stdout == TEXT.replace("\U0001f600", "?") + "\n"
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-16", "utf-8"])
+def test_json_loses_nothing_in_any_encoding(encoding: str) -> None:
+    for prompt, answer in (("hi", TEXT), ("steer", "".join(fake_module().STEERING))):
+        shown = subprocess.run(
+            [sys.executable, FAKE_PROGRAM, "generate", prompt, "--json"],
+            capture_output=True,
+            env=os.environ | {"PYTHONIOENCODING": encoding},
+            timeout=60,
+        )
+        assert shown.returncode == 0, shown.stderr
+        text = shown.stdout.decode(encoding)
+        assert json.loads(text)["text"] == answer
+        assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f]", text), "a control character is written as it is"
+
+
+# ---------------------------------------------------------------------------------------------- broken streams
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("generate <&-", "there is no prompt"),
+        ("generate - <&-", "standard input is closed"),
+        ("chat <&-", "standard input is closed"),
+        ("generate hi >&-", "standard output is closed"),
+        ("generate hi --json >&-", "standard output is closed"),
+        ("--help >&-", "standard output is closed"),
+        ("chat >&-", "standard output is closed"),
+        ("demo hi >&-", "standard output is closed"),
+        ("generate hi >/dev/full", "cannot write to standard output (No space left on device)"),
+        ("generate hi --json >/dev/full", "cannot write to standard output (No space left on device)"),
+        ("--help >/dev/full", "cannot write to standard output (No space left on device)"),
+        ("chat >/dev/full", "cannot write to standard output (No space left on device)"),
+        ("demo hi >/dev/full", "cannot write to standard output (No space left on device)"),
+    ],
+)
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_a_closed_or_full_stream_is_one_line(command: str, told: str) -> None:
+    line = f"echo hi | {sys.executable} {FAKE_PROGRAM} {command}"
+    shown = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60)
+    assert shown.returncode in (1, 2)
+    assert shown.stdout == ""
+    (error,) = (text for text in shown.stderr.splitlines() if "tokens/s" not in text)
+    assert error.startswith("error: ")
+    assert told in error
+
+
+@pytest.mark.parametrize("where", ["2>&-", "2>/dev/full"])
+def test_without_stderr_the_answer_comes_all_the_same(where: str) -> None:
+    for command, code, stdout in (("generate hi", 0, TEXT + "\n"), ("generate", 1, "")):
+        line = f"{sys.executable} {FAKE_PROGRAM} {command} </dev/null {where}"
+        shown = subprocess.run(line, shell=True, stdout=subprocess.PIPE, text=True, timeout=60)
+        assert (shown.returncode, shown.stdout) == (code, stdout)
+
+
+# ---------------------------------------------------------------------------------------------- interruptions
+
+
+def test_ctrl_c_while_the_program_is_imported() -> None:
+    """At every stage: modules take turns to be the one whose import is interrupted."""
+    script = """if True:
+        import builtins, os, signal, sys
+        number, wanted, importing = 0, int(sys.argv.pop(1)), builtins.__import__
+        from sakiyomi.cli import main
+
+        def interrupting(*arguments, **more):
+            global number
+            number += 1
+            if number == wanted:
+                os.kill(os.getpid(), signal.SIGINT)
+            return importing(*arguments, **more)
+
+        builtins.__import__ = interrupting
+        sys.argv[0] = "sakiyomi"
+        main()
+    """
+    for stage in (1, 30, 300, 1000):
+        shown = run_program("-c", script, str(stage), "generate", "--help")
+        assert (shown.returncode, shown.stdout, shown.stderr) == (130, "", ""), stage
+
+
 # ---------------------------------------------------------------------------------------------- in a terminal
 
 
@@ -188,6 +281,24 @@ def test_no_color_is_respected() -> None:
         assert terminal.finish() == 0
         assert "The sky is blue" in terminal.shown
         assert "\x1b[1;32m" not in terminal.shown
+
+
+@pytest.mark.parametrize("environment", [{}, {"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=["colour", "none", "dumb"])
+@pytest.mark.parametrize("command", ["generate", "chat", "demo"])
+def test_a_model_does_not_steer_the_terminal(command: str, environment: dict[str, str]) -> None:
+    with open_terminal(command, *(() if command == "chat" else ("steer",)), **environment) as terminal:
+        if command == "chat":
+            terminal.wait_for("> ")
+            terminal.type("steer\n")
+            terminal.wait_for("tokens/s")
+            terminal.type("\x04")
+        assert terminal.finish() == 0, terminal.shown
+    answers = re.findall(r"<.*?\t>", terminal.shown, re.DOTALL)
+    assert len(answers) == (2 if command == "demo" else 1)
+    for answer in answers:
+        rest = re.sub(r"\x1b\[1;32m|\x1b\[0m|\t", "", answer)
+        assert not re.search("[\x00-\x1f\x7f-\x9f]", rest)
+        assert len(rest) == len("".join(fake_module().STEERING)) - 1, "a sign went missing"
 
 
 def test_ctrl_c_ends_generate_quietly() -> None:

@@ -26,12 +26,12 @@ def test_streamed_text_is_the_json_text_with_any_drafter(generate) -> None:
     prompt = (demo.PROMPT, "-n", "40")
     code, streamed, summary = generate(*prompt)
     assert code == 0, summary
-    answers = {name: json.loads(generate(*prompt, "--json", "-d", name)[1]) for name in ("none", "ngram")}
+    answers = {name: json.loads(generate(*prompt, "--json", "-d", name)[1]) for name in ("none", "suffix")}
     assert streamed == answers["none"]["text"] + "\n"
-    assert answers["ngram"]["token_ids"] == answers["none"]["token_ids"]
-    assert answers["ngram"]["usage"] == answers["none"]["usage"]
-    speculation = answers["ngram"]["speculation"]
-    assert speculation["drafter"] == "ngram"
+    assert answers["suffix"]["token_ids"] == answers["none"]["token_ids"]
+    assert answers["suffix"]["usage"] == answers["none"]["usage"]
+    speculation = answers["suffix"]["speculation"]
+    assert speculation["drafter"] == "suffix"
     assert speculation["num_accepted_tokens"] > 0
     assert f"{speculation['mean_acceptance_length']:.2f} tokens per step" in summary
     assert set(answers["none"]) >= {"text", "token_ids", "finish_reason", "usage", "speculation", "timing"}

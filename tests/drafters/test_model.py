@@ -10,8 +10,10 @@ import pytest
 from sakiyomi.decode import Step, prefill, step
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.drafters.none import NoneDrafter
+from sakiyomi.errors import ParameterError
 from sakiyomi.models.toy import ToyModel, random_law
 from sakiyomi.params import SamplingParams
+from sakiyomi.sampling.distributions import law_of
 from sakiyomi.tree import Draft
 from sakiyomi.types import Drafter, DrafterContext, Sequence
 from sakiyomi.verify.match import MatchVerifier
@@ -118,6 +120,69 @@ def test_drafting_stops_at_an_end_id() -> None:
     sequence.end_ids = frozenset([plain.tokens[len(PROMPT) + 1]])
     steps = run(model, make(model), sequence)
     assert [(s.num_accepted, s.num_draft) for s in steps] == [(2, 2)]
+
+
+@pytest.mark.parametrize("draw", ["argmax", "coupled", "independent"])
+def test_trees_hold_the_chain_of_their_first_children(draw: str) -> None:
+    """A tree of the target's own: the greedy and the coupled one contain the whole future, of any kind all is kept."""
+    model = ToyModel(random_law(VOCAB, 2), VOCAB)
+    params = ALL_PARAMS["greedy" if draw == "argmax" else "penalties"]
+    config = ModelDrafter.Config(model="itself", num_speculative_tokens=3, width=2, max_nodes=9, draw=draw)
+    drafter = ModelDrafter(config, DrafterContext(model, lambda name: model))
+    sequence = start(model, params)
+    prefill(model, drafter, sequence)
+    draft = drafter.propose([sequence], [64])[0]
+    draft.check(VOCAB)
+    assert (len(draft), max(draft.depths)) == (9, 3)
+    if draw == "independent":
+        assert draft.drawn == "without_replacement"
+        for node, (token, probs, ids) in enumerate(zip(draft.tokens, draft.probs, draft.probs_ids, strict=True)):
+            path = tuple(draft.tokens[n] for n in draft.path(draft.parents[node]))
+            law = law_of(model.law([*sequence.tokens, *path]), sequence.history(path))
+            assert (ids.tolist(), probs.tolist()) == (law.ids.tolist(), law.probs.tolist())
+            assert law.probability(token) > 0
+        return
+    steps = run(model, drafter, sequence, 3)
+    assert [s.num_accepted for s in steps] == [3, 3, 3]
+
+
+def test_a_wide_draft_keeps_to_its_budget() -> None:
+    model = ToyModel(random_law(VOCAB, 2), VOCAB)
+    for draw in ("argmax", "coupled", "independent"):
+        config = ModelDrafter.Config(model="itself", num_speculative_tokens=4, width=3, draw=draw)
+        drafter = ModelDrafter(config, DrafterContext(model, lambda name: model))
+        sequence = start(model, ALL_PARAMS["warm"])
+        prefill(model, drafter, sequence)
+        for budget in (0, 1, 2, 4, 7, 50):
+            draft = drafter.propose([sequence], [budget])[0]
+            assert len(draft) == min(budget, 24)
+            assert max(draft.depths, default=0) <= min(budget, 4)
+
+
+def test_the_verifier_settles_how_tokens_are_drawn() -> None:
+    model = ToyModel(random_law(VOCAB, 2), VOCAB)
+    drawn = {}
+    for wish in ("argmax", "coupled", "independent"):
+        for own in ("auto", "argmax"):
+            config = ModelDrafter.Config(model="itself", draw=own)
+            drafter = ModelDrafter(config, DrafterContext(model, lambda name: model, wish))
+            sequence = start(model, ALL_PARAMS["warm"])
+            prefill(model, drafter, sequence)
+            drawn[wish, own] = drafter.propose([sequence], [4])[0].drawn
+    assert drawn == {
+        ("argmax", "auto"): "fixed",
+        ("argmax", "argmax"): "fixed",
+        ("coupled", "auto"): "coupled",
+        ("coupled", "argmax"): "fixed",
+        ("independent", "auto"): "independent",
+        ("independent", "argmax"): "fixed",
+    }
+
+
+@pytest.mark.parametrize("wrong", [{"width": 0}, {"max_nodes": 0}, {"num_speculative_tokens": 0}, {"draw": "soft"}])
+def test_wrong_options_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ParameterError, match=next(iter(wrong))):
+        ModelDrafter.Config(model="itself", **wrong)
 
 
 def test_several_sequences_draft_in_the_same_passes() -> None:

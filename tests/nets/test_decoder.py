@@ -229,8 +229,7 @@ def test_padding_rows_of_the_head_are_cut(references, family, load):
     assert_close(whole_logits(model, ids), expected_logits(reference, ids)[:, :90])
     with pytest.raises(ParameterError, match="0 to 89"):
         model.forward([Span(model.new_cache(), [90], [-1], [0])])
-    with pytest.raises(ParameterError, match="101"):
-        load(read_safetensors(folder), vocab_size=102)
+    assert load(read_safetensors(folder), vocab_size=102).info.vocab_size == 101
 
 
 def test_double_and_half_precision(references):

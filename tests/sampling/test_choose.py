@@ -424,7 +424,8 @@ def test_coupled_draws_agree_at_least_as_often_as_the_bound_says(spread: float):
 def test_log_probs_are_the_raw_log_softmax():
     row = (np.random.default_rng(9).normal(size=500) * 3).astype(np.float32)
     wanted = row.astype(np.float64) - np.logaddexp.reduce(row.astype(np.float64))
-    chosen, best = log_probs(row, 123, 5)
+    chosen, rank, best = log_probs(row, 123, 5)
+    assert rank == np.count_nonzero(row >= row[123])
     assert chosen == pytest.approx(wanted[123], abs=1e-13)
     assert [token for token, _ in best] == np.argsort(-row, kind="stable")[:5].tolist()
     np.testing.assert_allclose([value for _, value in best], wanted[[token for token, _ in best]], atol=1e-13)
@@ -432,13 +433,13 @@ def test_log_probs_are_the_raw_log_softmax():
 
 def test_log_probs_order_ties_by_id_and_leave_out_the_impossible():
     row = row_of(1, -INF, 2, 1, 2)
-    assert [token for token, _ in log_probs(row, 0, 20)[1]] == [2, 4, 0, 3]
-    assert log_probs(row, 1, 0) == (-INF, [])
-    assert [token for token, _ in log_probs(row, 1, 3)[1]] == [2, 4, 0]
+    assert [token for token, _ in log_probs(row, 0, 20).top] == [2, 4, 0, 3]
+    assert log_probs(row, 1, 0) == (-INF, 5, [])
+    assert [token for token, _ in log_probs(row, 1, 3).top] == [2, 4, 0]
 
 
 def test_log_probs_of_infinite_logits():
-    chosen, best = log_probs(row_of(INF, 3, INF), 0, 3)
+    chosen, _, best = log_probs(row_of(INF, 3, INF), 0, 3)
     assert chosen == pytest.approx(-math.log(2), abs=1e-15)
     assert [token for token, _ in best] == [0, 2]
     assert log_probs(row_of(INF, 3, INF), 1, 0)[0] == -INF

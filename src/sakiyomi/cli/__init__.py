@@ -1,12 +1,20 @@
-"""The command line: `sakiyomi generate | chat | pull | demo`."""
+"""The command line: `sakiyomi generate | chat | pull | demo | prove`."""
 
 from __future__ import annotations
 
+import signal
 import sys
+
+INTERRUPTED = 130
 
 
 def main() -> None:
     """Entry point of the `sakiyomi` command."""
-    from sakiyomi.cli.app import run
+    try:
+        from sakiyomi.cli.app import run  # takes long enough to be interrupted
 
-    sys.exit(run(sys.argv[1:]))
+        code = run(sys.argv[1:])
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # from here on Python would only print a traceback
+    sys.exit(code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -11,11 +12,13 @@ from typing import Annotated, Any
 
 import typer
 
-from sakiyomi.cli import chat, demo, generate, pull
+from sakiyomi.cli import INTERRUPTED, chat, demo, generate, prove, pull
 from sakiyomi.cli.show import join_lines, print_error
 from sakiyomi.errors import SakiyomiError
 
-FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+FAILED, MISUSED = 1, 2
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+"""Why stdout takes nothing; errors of files carry the file's name, and those of stdout do not."""
 
 # What typer raises on a wrong command line. Its base class has no public name, and lies in click or in typer itself
 # depending on the version of typer; ClickException > UsageError > BadParameter holds in both.
@@ -31,20 +34,22 @@ app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("pull")(pull.pull)
 app.command("demo")(demo.demo)
+app.command("prove")(prove.prove)
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; every error ends as one line on stderr."""
     debug = "--debug" in arguments  # read here too, since an option's own value is lost with the error
-    _survive_odd_encodings()
+    _survive_odd_streams()
+    if sys.stdout is None:
+        print_error("standard output is closed, so there is nowhere to write to; open it or drop `>&-`.")
+        return FAILED
     try:
         result = typer.main.get_command(app).main(list(arguments), prog_name="sakiyomi", standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except UsageError as error:
-        context = getattr(error, "ctx", None)
-        where = context.command_path if context is not None else "sakiyomi"
-        return _fail(error, debug, MISUSED, f"{join_lines(error.format_message()).rstrip('.')}. Try `{where} --help`.")
+        return _fail(error, debug, MISUSED, _describe_misuse(error))
     except SakiyomiError as error:
         return _fail(error, debug, FAILED, str(error))
     except (KeyboardInterrupt, typer.Abort):
@@ -52,9 +57,14 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         _drop_stdout()
         return FAILED
+    except OSError as error:
+        if error.filename is not None or error.errno not in UNWRITABLE:
+            return _fail_unforeseen(error, debug)
+        _drop_stdout()
+        reason = error.strerror or str(error)
+        return _fail(error, debug, FAILED, f"cannot write to standard output ({reason}); give it a place with room.")
     except Exception as error:
-        told = join_lines(str(error)) or "no further word"
-        return _fail(error, debug, FAILED, f"{type(error).__name__}: {told} (--debug shows where).")
+        return _fail_unforeseen(error, debug)
 
 
 @app.callback(invoke_without_command=True)
@@ -76,6 +86,22 @@ def _version() -> str:
         return "(run from its sources, not installed)"
 
 
+def _describe_misuse(error: Any) -> str:
+    """typer's complaint, the names it knows where one was wrong, and where to read on."""
+    told = join_lines(error.format_message()).rstrip(".")
+    context = getattr(error, "ctx", None)
+    if context is None:
+        return f"{told}. Try `sakiyomi --help`."
+    known = ""
+    if hasattr(error, "option_name"):
+        options = [max(option.opts, key=len) for option in context.command.get_params(context) if option.opts]
+        known = f" Known options: {', '.join(name for name in options if name.startswith('-'))}."
+    elif hasattr(context.command, "list_commands"):
+        known = f" Known commands: {', '.join(context.command.list_commands(context))}."
+    mark = "" if told.endswith("?") else "."
+    return f"{told}{mark}{known} Try `{context.command_path} --help`."
+
+
 def _fail(error: BaseException, debug: bool, code: int, line: str) -> int:
     if debug:
         traceback.print_exception(error, file=sys.stderr)
@@ -83,8 +109,15 @@ def _fail(error: BaseException, debug: bool, code: int, line: str) -> int:
     return code
 
 
-def _survive_odd_encodings() -> None:
+def _fail_unforeseen(error: Exception, debug: bool) -> int:
+    told = join_lines(str(error)) or "no further word"
+    return _fail(error, debug, FAILED, f"{type(error).__name__}: {told} (--debug shows where).")
+
+
+def _survive_odd_streams() -> None:
     """Show what the terminal's encoding lacks as "?", rather than fail in the middle of an answer."""
+    if sys.stderr is None:  # closed; print would take None for stdout
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:

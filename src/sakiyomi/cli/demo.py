@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sakiyomi.cli import loading
+from sakiyomi.cli.generate import check_prompt
 from sakiyomi.cli.options import Debug, EngineOptions, expand_options
-from sakiyomi.cli.show import print_note, print_stream
+from sakiyomi.cli.show import disarm, print_note, print_stream
 from sakiyomi.errors import SakiyomiError
 from sakiyomi.params import SamplingParams
 
@@ -40,11 +40,12 @@ def demo(
     from rich.console import Console
 
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    plain = loading.load_llm(replace(engine, drafter="none"))
+    prompt = check_prompt(prompt)
     speculative = loading.load_llm(engine)
+    plain = loading.share_plainly(speculative)
     console = Console(highlight=False, soft_wrap=True)
     console.rule("the prompt")
-    console.print(prompt, markup=False)
+    console.print(disarm(prompt), markup=False)
     outputs = []
     for title, llm in (("plain decoding", plain), (f"speculation: {engine.drafter}", speculative)):
         _warm_up(llm)
@@ -53,7 +54,7 @@ def demo(
         print(flush=True)
     _compare(console, *outputs)
     if prompt == PROMPT:
-        print_note('Copying suits the ngram drafter; try `sakiyomi demo "a prompt of yours"`.')
+        print_note('Copying suits drafters that look texts up; try `sakiyomi demo "a prompt of yours"`.')
 
 
 def _warm_up(llm: LLM) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def load_llm(options: EngineOptions) -> LLM:
     """The LLM that a command's options ask for."""
-    from sakiyomi.assemble import ModelOptions, choose_backend
+    from sakiyomi.assemble import ModelOptions, check_drafter, choose_backend, make_verifier
     from sakiyomi.llm import LLM
 
     settings: dict[str, Any] = {
@@ -28,13 +28,29 @@ def load_llm(options: EngineOptions) -> LLM:
         "threads": options.threads,
         "max_model_len": options.max_model_len,
     }
-    choose_backend(ModelOptions(**settings))  # what cannot run here is said before anything is fetched
+    # What cannot be is said before anything is fetched.
+    choose_backend(ModelOptions(**settings))
+    check_drafter(options.drafter)
+    make_verifier(options.verifier)
     return LLM(str(fetch(options.model)), drafter=options.drafter, verifier=options.verifier, **settings)
 
 
-def fetch(name: str) -> Path:
-    """The path of a model, fetched with a progress bar on stderr if need be."""
+def share_plainly(llm: LLM) -> LLM:
+    """Plain decoding over the model of `llm`."""
+    from sakiyomi.llm import LLM
+
+    return LLM.from_loaded(llm.loaded, drafter="none")
+
+
+def fetch(name: str, *, checks_sum: bool = False) -> Path:
+    """The path of a model, fetched with a progress bar on stderr if need be.
+
+    Args:
+        checks_sum: check a known model that was fetched before, and fetch it again if it is damaged.
+    """
     with _progress() as progress:
+        if checks_sum and name in hub.KNOWN_MODELS:
+            return hub.pull(name, progress=progress)
         return hub.resolve(name, progress=progress)
 
 

@@ -32,6 +32,9 @@ MaxTokens = Annotated[
     int | None, _option("--max-tokens", "-n", help="New tokens at most; by default the context alone is the limit.")
 ]
 System = Annotated[str | None, _option("--system", "-s", help="The system message, for the chat template.")]
+Speculation = Annotated[
+    str, _option("--speculation", help="on, off, or how many tokens to draft at most; the answer stays the same.")
+]
 Debug = Annotated[bool, _option("--debug", help="Show the traceback of an error.")]
 
 
@@ -45,8 +48,10 @@ class EngineOptions:
     drafter: Annotated[
         str,
         _option("--drafter", "-d", help="Who guesses: NAME or NAME:key=value,key=value; none is plain.", panel=ENGINE),
-    ] = "ngram"
-    verifier: Annotated[str, _option("--verifier", help="The rule that accepts guesses.", panel=ENGINE)] = "match"
+    ] = "suffix"
+    verifier: Annotated[
+        str, _option("--verifier", help="The rule that accepts guesses: NAME or NAME:key=value.", panel=ENGINE)
+    ] = "match"
     dtype: Annotated[str | None, _option("--dtype", help="Number format of the weights.", panel=ENGINE)] = None
     device: Annotated[str, _option("--device", help="Where to compute: cpu, cuda, ...", panel=ENGINE)] = "cpu"
     backend: Annotated[str, _option("--backend", help="native (our CPU kernels), torch, or auto.", panel=ENGINE)] = (
@@ -56,6 +61,15 @@ class EngineOptions:
     max_model_len: Annotated[
         int | None, _option("--max-model-len", help="Positions of the context; by default the model's.", panel=ENGINE)
     ] = None
+
+
+def parse_speculation(text: str) -> bool | int:
+    """`--speculation`: on, off, or how many tokens to draft at most."""
+    if text in ("on", "off"):
+        return text == "on"
+    if not text.isdecimal():
+        raise Misuse(f"--speculation {text} is not allowed; give on, off or a number of tokens.")
+    return int(text)
 
 
 @dataclass(frozen=True, kw_only=True)

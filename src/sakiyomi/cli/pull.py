@@ -15,5 +15,5 @@ def pull(
     name: Annotated[str, typer.Argument(help="smollm2 or a hub id.")] = DEFAULT_MODEL,
     debug: Debug = False,
 ) -> None:
-    """Fetch a model into the cache and print its path."""
-    print(loading.fetch(name))
+    """Fetch a model into the cache, or check and mend what is there, and print its path."""
+    print(loading.fetch(name, checks_sum=True))

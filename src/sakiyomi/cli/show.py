@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,15 +15,19 @@ if TYPE_CHECKING:
     from sakiyomi.results import RequestOutput, StreamPiece
 
 DRAFT_STYLE = "bold green"
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Characters that act on a terminal, but for line ends and tabs."""
 
 
 def print_stream(pieces: Iterable[StreamPiece]) -> RequestOutput:
     """Write an answer to stdout as it comes; in a terminal, tokens that a drafter guessed are in colour."""
     style = _draft_style()
+    is_shown = sys.stdout.isatty() or style is not None
     output = None
     for piece in pieces:
         if piece.text:
-            sys.stdout.write(_in_terminal(piece, style) if style is not None else piece.text)
+            text = disarm(piece.text) if is_shown else piece.text
+            sys.stdout.write(style.render(text) if style is not None and piece.source == "draft" else text)
             sys.stdout.flush()
         output = piece.output or output
     assert output is not None, "the last piece of a stream carries its output"
@@ -51,12 +57,26 @@ def describe(output: RequestOutput, *, temperature: float) -> str:
 
 def print_error(text: str) -> None:
     """One line on stderr, whatever the message looks like."""
-    print(f"error: {join_lines(text)}", file=sys.stderr)
+    with suppress(OSError):  # nobody can be told that stderr is full
+        print(f"error: {disarm(join_lines(text))}", file=sys.stderr, flush=True)
 
 
 def print_note(text: str) -> None:
     """A word to the person at the terminal, on stderr."""
-    error_console().print(text, style="dim", highlight=False, markup=False, soft_wrap=True)
+    with suppress(OSError):
+        error_console().print(disarm(text), style="dim", highlight=False, markup=False, soft_wrap=True)
+
+
+def disarm(text: str) -> str:
+    """`text` with visible signs in place of control characters, so that it cannot steer a terminal."""
+    return CONTROLS.sub(lambda found: _picture(ord(found[0])), text)
+
+
+def _picture(code: int) -> str:
+    """Unicode's picture of a control character; the replacement character where it has none."""
+    if code < 0x20:
+        return chr(0x2400 + code)
+    return "\u2421" if code == 0x7F else "\ufffd"
 
 
 def join_lines(text: str) -> str:
@@ -83,8 +103,3 @@ def _draft_style() -> Style | None:
     console = Console()
     plain = not console.is_terminal or console.no_color or console.is_dumb_terminal or console.legacy_windows
     return None if plain else Style.parse(DRAFT_STYLE)
-
-
-def _in_terminal(piece: StreamPiece, style: Style) -> str:
-    text = piece.text.replace("\x1b", "␛")  # a model must not steer the terminal
-    return style.render(text) if piece.source == "draft" else text

@@ -1,19 +1,33 @@
-"""model: a second, smaller model with the same tokenizer drafts, coupled with the target's own noise.
+"""model: a second, smaller model with the same tokenizer drafts chains or trees.
 
-Two-model speculation (Leviathan, Kalman and Matias, 2023; Chen et al., 2023) under the rule `match`: the drafter
-chooses its tokens with the seed, position and parameters of the request, so that where both models agree in law they
-agree in token (Daliri, Musco and Suresh, 2024).
+Two-model speculation (Leviathan, Kalman and Matias, 2023; Chen et al., 2023) in three forms, `draw`:
+
+- coupled: it chooses with the seed, position and parameters of the request, so that where both models agree in law
+  they agree in token (Daliri, Musco and Suresh, 2024). For the rule `match`.
+- independent: it samples with randomness of its own and reports its laws, siblings without replacement (Gumbel top-k).
+  For the rules that keep the distribution.
+- argmax: its most probable tokens. For any rule.
+
+Trees grow where the drafter is confident, as in EAGLE-2 (Li et al., 2024), and are cut to the most confident nodes
+unless they are sampled.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
 
 from sakiyomi.errors import ParameterError
-from sakiyomi.tree import Draft
-from sakiyomi.types import Cache, Drafter, DrafterContext, Model, Sequence, Span
+from sakiyomi.noise import PURPOSE_DRAFT, Randomness
+from sakiyomi.plugins import MAX_DRAFT_TOKENS, check_bounds
+from sakiyomi.sampling.choose import rank
+from sakiyomi.sampling.distributions import KeyedRandomness, Law, law_of
+from sakiyomi.tree import ROOT, Draft, TreeBuilder
+from sakiyomi.types import Cache, Drafter, DrafterContext, DrawMode, Model, Output, Sequence, Span
 
 logger = logging.getLogger("sakiyomi")
 
@@ -21,7 +35,7 @@ CATCH_UP_CHUNK = 256
 
 
 class ModelDrafter(Drafter):
-    """Drafts chains with a model of its own; its caches live in the sequences' memos."""
+    """Drafts with a model of its own; its caches live in the sequences' memos."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -29,45 +43,57 @@ class ModelDrafter(Drafter):
 
         Args:
             model: the drafting model: a name, a folder or a .gguf file.
-            num_speculative_tokens: tokens of a draft at most.
+            num_speculative_tokens: depth of a draft at most, the length of a chain.
+            width: children of a node, and nodes that go on at each depth; 1 drafts chains.
+            max_nodes: nodes of a tree at most.
+            draw: "coupled", "independent" or "argmax"; "auto" takes what the verifier asks for.
         """
 
         model: str
         num_speculative_tokens: int = 4
+        width: int = 1
+        max_nodes: int = 24
+        draw: Literal["auto", "coupled", "independent", "argmax"] = "auto"
 
         def __post_init__(self) -> None:
-            if self.num_speculative_tokens < 1:
-                raise ParameterError(f"num_speculative_tokens={self.num_speculative_tokens}; give at least 1.")
+            for name in ("num_speculative_tokens", "width", "max_nodes"):
+                check_bounds(name, getattr(self, name), 1, MAX_DRAFT_TOKENS)
+            if self.draw not in ("auto", "coupled", "independent", "argmax"):
+                raise ParameterError(f"draw={self.draw!r} is not allowed; give auto, coupled, independent or argmax.")
 
-    def __init__(self, config: Config, context: DrafterContext) -> None:
+    def __init__(self, config: Config, context: DrafterContext, randomness: Randomness | None = None) -> None:
         self.config = config
+        self.draw: DrawMode = context.draw if config.draw == "auto" else config.draw
         self.model: Model = context.load_model(config.model)
+        self.randomness = randomness or KeyedRandomness()
         self._is_exhaustion_reported = False
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
-        chains = [
-            _Chain(sequence, self._state(sequence), self._num_tokens(sequence, budget))
-            for sequence, budget in zip(sequences, budgets, strict=True)
-        ]
-        active = [chain for chain in chains if chain.num_tokens > 0]
-        for chain in active:
-            self._catch_up(chain)
+        growths = [self._start(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
+        active = [growth for growth in growths if growth.max_depth > 0]
+        for growth in active:
+            self._catch_up(growth)
         while active:
-            self._extend(active)
-            active = [chain for chain in active if not chain.is_done()]
-        return [Draft.chain(chain.tokens, "coupled") for chain in chains]
+            outputs = self.model.forward([growth.span() for growth in active])
+            for growth, output in zip(active, outputs, strict=True):
+                growth.grow(output)
+            active = [growth for growth in active if growth.frontier]
+        return [growth.draft() for growth in growths]
 
     def rewind(self, sequence: Sequence, length: int) -> None:
         if isinstance(sequence.memo, _State):
             sequence.memo.rewind(length)
 
-    def _state(self, sequence: Sequence) -> _State:
+    def _start(self, sequence: Sequence, budget: int) -> _Growth:
         if not isinstance(sequence.memo, _State):
             sequence.memo = _State(self.model.new_cache())
-        return sequence.memo
+        # At temperature 0 all three forms take the most probable token, which no law needs to describe.
+        draw = "argmax" if sequence.params.is_greedy else self.draw
+        num_tokens = self._num_tokens(sequence, budget)
+        return _Growth(sequence, sequence.memo, self.config, draw, self.randomness, num_tokens, budget)
 
     def _num_tokens(self, sequence: Sequence, budget: int) -> int:
-        """Tokens to draft: the last one drafted is never fed, so it needs no room in the drafter's context."""
+        """Depth of the draft: the last one drafted is never fed, so it needs no room in the drafter's context."""
         room = self.model.info.max_model_len - len(sequence.tokens) + 1
         if room <= 0 and not self._is_exhaustion_reported:
             self._is_exhaustion_reported = True
@@ -77,24 +103,15 @@ class ModelDrafter(Drafter):
             )
         return min(budget, self.config.num_speculative_tokens, room)
 
-    def _catch_up(self, chain: _Chain) -> None:
+    def _catch_up(self, growth: _Growth) -> None:
         """Bring the cache to all committed tokens but the last."""
-        state, tokens = chain.state, chain.sequence.tokens
+        state, tokens = growth.state, growth.sequence.tokens
         state.align(tokens)
         while state.cache.length < len(tokens) - 1:
             start = state.cache.length
             chunk = tokens[start : min(start + CATCH_UP_CHUNK, len(tokens) - 1)]
             self.model.forward([Span(state.cache, chunk, range(-1, len(chunk) - 1))])
             state.keep(chunk)
-        chain.pending = tokens[-1]
-
-    def _extend(self, chains: Seq[_Chain]) -> None:
-        """One forward pass over all chains; each gets one more token."""
-        outputs = self.model.forward([Span(chain.state.cache, [chain.pending], [-1], [0]) for chain in chains])
-        for chain, output in zip(chains, outputs, strict=True):
-            chain.state.keep([chain.pending])
-            chain.pending = output.choose(0, chain.sequence.history(tuple(chain.tokens)))
-            chain.tokens.append(chain.pending)
 
 
 class _State:
@@ -125,13 +142,83 @@ class _State:
         self._num_agreed = min(self._num_agreed, length)
 
 
-@dataclass
-class _Chain:
-    sequence: Sequence
-    state: _State
-    num_tokens: int
-    tokens: list[int] = field(default_factory=list)
-    pending: int = -1
+class _Growth:
+    """A draft of one sequence in the making.
 
-    def is_done(self) -> bool:
-        return len(self.tokens) >= self.num_tokens or self.pending in self.sequence.end_ids
+    Attributes:
+        frontier: the nodes whose children come next; the first is the root.
+        fed: the nodes that the next pass must feed again in front of the frontier, since rows of a tree are not
+            committed; empty for a chain, whose rows are.
+    """
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        state: _State,
+        config: ModelDrafter.Config,
+        draw: DrawMode,
+        randomness: Randomness,
+        max_depth: int,
+        budget: int,
+    ) -> None:
+        self.sequence = sequence
+        self.state = state
+        self.max_depth = max_depth
+        self.frontier = [ROOT]
+        self._draw = draw
+        self._randomness = randomness
+        self._width = config.width
+        self._max_nodes = min(budget, config.max_nodes)
+        self._fed: list[int] = []
+        self._tree = TreeBuilder()
+        self._laws: list[Law] = []
+
+    def span(self) -> Span:
+        """What the next pass computes: the frontier behind its ancestors."""
+        nodes = [*self._fed, *self.frontier]
+        rows = {node: row for row, node in enumerate(nodes)}
+        tokens = [self.sequence.tokens[-1] if node == ROOT else self._tree.tokens[node] for node in nodes]
+        parents = [-1 if node == ROOT else rows.get(self._tree.parents[node], -1) for node in nodes]
+        return Span(self.state.cache, tokens, parents, range(len(self._fed), len(nodes)))
+
+    def grow(self, output: Output) -> None:
+        """Append the children of the frontier."""
+        if self._width == 1:
+            last = self.frontier[0]
+            self.state.keep([self.sequence.tokens[-1] if last == ROOT else self._tree.tokens[last]])
+        else:
+            self._fed += self.frontier
+        for row, node in enumerate(self.frontier):
+            self._add_children(node, row, output)
+        depth = self._tree.depths[-1]
+        is_full = self._draw == "independent" and len(self._tree) >= self._max_nodes
+        goes_on = depth < self.max_depth and not is_full
+        self.frontier = self._tree.frontier(self._width, self.sequence.end_ids) if goes_on else []
+
+    def _add_children(self, node: int, row: int, output: Output) -> None:
+        history = self.sequence.history(self._tree.path_tokens(node))
+        if self._draw == "argmax" and not history.params.is_greedy:
+            history = replace(history, params=replace(history.params, temperature=0.0))
+        if self._draw == "independent":
+            # How many are drawn is settled before any is, and none is dropped afterwards: laws stay what they are.
+            count = min(self._width, self._max_nodes - len(self._tree))
+            law = law_of(output.row(row), history)
+            key = self.sequence.noise_key(node, PURPOSE_DRAFT)
+            tokens = self._randomness.draw(key, law.ids, law.probs, count) if count > 0 else []
+            self._laws += [law] * len(tokens)
+            self._tree.add(node, tokens, [float(np.log(law.probability(token))) for token in tokens])
+        elif self._width == 1:
+            self._tree.add(node, [output.choose(row, history)], [0.0])
+        else:
+            self._tree.add(node, *rank(output.row(row), history, self._width))
+
+    def draft(self) -> Draft:
+        if self._draw != "independent":
+            drawn: Literal["fixed", "coupled"] = "fixed" if self._draw == "argmax" else "coupled"
+            return self._tree.build(self._tree.select(self._max_nodes), drawn)
+        return replace(
+            self._tree.build(),
+            drawn="independent" if self._width == 1 else "without_replacement",
+            probs=[law.probs for law in self._laws],
+            probs_ids=[law.ids for law in self._laws],
+        )

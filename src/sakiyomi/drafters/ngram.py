@@ -2,7 +2,7 @@
 
 Prompt lookup decoding (Saxena, 2023) over prompt and output, with a hash index in place of a search: one dictionary
 per n-gram length, each entry the position behind the latest (or earliest) occurrence. An n-gram enters the index when
-its continuation is known, so it never finds itself.
+its continuation is known, so it never finds itself. A text that the caller predicts is followed too.
 """
 
 from __future__ import annotations
@@ -12,12 +12,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sakiyomi.errors import ParameterError
-from sakiyomi.tree import Draft
+from sakiyomi.lookup.prediction import PredictionReader
+from sakiyomi.plugins import MAX_DRAFT_TOKENS, check_bounds
+from sakiyomi.tree import Draft, expected_length
 from sakiyomi.types import Drafter, DrafterContext, Sequence
+
+MAX_NGRAM = 64
+MIN_CONFIDENCE = 0.1
+"""What a predicted text is believed with at least where it is drafted."""
 
 
 class NgramDrafter(Drafter):
     """Continues the longest suffix of the text that occurred earlier."""
+
+    reads_prediction = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -25,18 +33,19 @@ class NgramDrafter(Drafter):
 
         Args:
             num_speculative_tokens: tokens of a draft at most.
-            max_ngram, min_ngram: lengths of the suffix that is looked up, longest first.
+            max_ngram, min_ngram: lengths of the suffix that is looked up, longest first; 64 at most, since each
+                length has an index of its own.
             occurrence: continue the "latest" or the "earliest" earlier occurrence.
         """
 
-        num_speculative_tokens: int = 8
+        num_speculative_tokens: int = 3
         max_ngram: int = 4
-        min_ngram: int = 2
+        min_ngram: int = 1
         occurrence: Literal["latest", "earliest"] = "latest"
 
         def __post_init__(self) -> None:
-            if self.num_speculative_tokens < 1:
-                raise ParameterError(f"num_speculative_tokens={self.num_speculative_tokens}; give at least 1.")
+            check_bounds("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_DRAFT_TOKENS)
+            check_bounds("max_ngram", self.max_ngram, 1, MAX_NGRAM)
             if not 1 <= self.min_ngram <= self.max_ngram:
                 raise ParameterError(
                     f"min_ngram={self.min_ngram}, max_ngram={self.max_ngram}; give 1 <= min_ngram <= max_ngram."
@@ -53,11 +62,25 @@ class NgramDrafter(Drafter):
     def _propose(self, sequence: Sequence, budget: int) -> Draft:
         if budget <= 0:
             return Draft.empty()
-        if not isinstance(sequence.memo, NgramIndex):
-            sequence.memo = NgramIndex(self.config)
-        index = sequence.memo
-        index.extend(sequence.tokens)
-        return Draft.chain(index.lookup(sequence.tokens, min(budget, self.config.num_speculative_tokens)))
+        memo = sequence.memo
+        if not isinstance(memo, _Memo):
+            prediction = None if sequence.prediction is None else PredictionReader(sequence.prediction)
+            memo = sequence.memo = _Memo(NgramIndex(self.config), prediction, sequence.num_prompt)
+        memo.index.extend(sequence.tokens)
+        max_tokens = min(budget, self.config.num_speculative_tokens)
+        draft = Draft.chain(memo.index.lookup(sequence.tokens, max_tokens))
+        if memo.prediction is None:
+            return draft
+        memo.prediction.read(sequence.tokens[memo.num_read :])
+        memo.num_read = len(sequence.tokens)
+        return max(draft, memo.prediction.draft(max_tokens, MIN_CONFIDENCE), key=expected_length)
+
+
+@dataclass
+class _Memo:
+    index: NgramIndex
+    prediction: PredictionReader | None
+    num_read: int
 
 
 class NgramIndex:

@@ -5,6 +5,7 @@ It guesses what it is told, right or wrong, in any shape, so that every path thr
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
@@ -12,6 +13,8 @@ from dataclasses import dataclass, field
 
 from sakiyomi.tree import Draft
 from sakiyomi.types import Drafter, DrafterContext, Sequence
+
+logger = logging.getLogger("sakiyomi")
 
 Script = Callable[[Sequence, int], Draft]
 """Given a sequence and its budget, the draft."""
@@ -32,6 +35,8 @@ class PlantedDrafter(Drafter):
 
     def __init__(self, config: Config | None = None, context: DrafterContext | None = None) -> None:
         self.config = config or self.Config()
+        if self.config.script is None:
+            logger.warning("planted drafts nothing without a script, which only Python can give it (script=...).")
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         script = self.config.script
@@ -45,6 +50,18 @@ def follow(answers: Mapping[tuple[int, ...], Seq[int]], num_tokens: int) -> Scri
 
     def script(sequence: Sequence, budget: int) -> Draft:
         return Draft.chain(_continuation(answers, sequence)[: min(num_tokens, budget)])
+
+    return script
+
+
+def stray(answers: Mapping[tuple[int, ...], Seq[int]], num_tokens: int, vocab_size: int, seed: int = 0) -> Script:
+    """A script that drafts chains which leave the known answer at a random place; a function of seed and position."""
+
+    def script(sequence: Sequence, budget: int) -> Draft:
+        rng = random.Random(f"{seed}/{len(sequence.tokens)}")
+        truth = _continuation(answers, sequence)[: rng.randint(0, num_tokens)]
+        rest = [rng.randrange(vocab_size) for _ in range(num_tokens - len(truth))]
+        return Draft.chain([*truth, *rest][: min(num_tokens, budget)])
 
     return script
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from sakiyomi.decode import Step, prefill, step
+from sakiyomi.decode import Step, forget, prefill, step
 from sakiyomi.engine.metrics import AcceptanceCounter
 from sakiyomi.types import Cache, Drafter, Model, Sequence, Verifier
+
+logger = logging.getLogger("sakiyomi")
 
 MAX_DRAFT_NODES = 64
 """What a request without a wish of its own allows a drafter; drafters have smaller defaults."""
@@ -76,11 +79,13 @@ class Engine:
         try:
             steps = step(self._model, self._drafter, self._verifier, [job.sequence for job in jobs], _budgets(jobs))
         except Exception as error:
+            logger.debug("A step failed:", exc_info=error)
             if len(jobs) == 1:
                 self._fail(jobs[0], error)
                 return []
-            return self._step_apart(jobs)
-        return self._record(jobs, steps)
+        else:
+            return self._record(jobs, steps)
+        return self._step_apart(jobs)
 
     def abort(self, job: Job) -> None:
         """Take a job out, finished or not, and free what it holds."""
@@ -134,7 +139,9 @@ class Engine:
         return list(zip(jobs, steps, strict=True))
 
     def _fail(self, job: Job, error: Exception) -> None:
-        job.error = error
+        # The frames of the traceback hold caches, which must not live as long as the result.
+        error.__context__ = error.__cause__ = None
+        job.error = error.with_traceback(None)
         job.sequence.finish_reason = "error"
         self._retire(job)
 
@@ -142,7 +149,7 @@ class Engine:
         if job in self._running:
             self._running.remove(job)
         if not job.keeps_cache:
-            self._drafter.forget(job.sequence)
+            forget(self._drafter, job.sequence)
             job.sequence.cache = self._model.new_cache()
 
 

@@ -15,18 +15,21 @@ class AcceptanceCounter:
     num_steps: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_lossy_tokens: int = 0
     accepted_at: Counter[int] = field(default_factory=Counter)
 
     def add(self, step: Step) -> None:
         self.num_steps += 1
         self.num_draft_tokens += step.num_draft
         self.num_accepted_tokens += step.num_accepted
+        self.num_lossy_tokens += step.num_lossy
         self.accepted_at.update(range(step.num_accepted))
 
     def merge(self, other: AcceptanceCounter) -> None:
         self.num_steps += other.num_steps
         self.num_draft_tokens += other.num_draft_tokens
         self.num_accepted_tokens += other.num_accepted_tokens
+        self.num_lossy_tokens += other.num_lossy_tokens
         self.accepted_at.update(other.accepted_at)
 
     @property

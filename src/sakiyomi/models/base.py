@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Self
+from weakref import WeakSet
 
 from sakiyomi.cache import KVCache
 from sakiyomi.errors import ParameterError
@@ -22,11 +24,11 @@ class DecoderModel:
     def __init__(self, decoder: Decoder, info: ModelInfo) -> None:
         self.decoder = decoder
         self.info = info
-        self._lock = threading.Lock()
+        self._pass = _Turnstile()
 
     def new_cache(self) -> KVCache:
         """An empty cache for one sequence."""
-        return KVCache(self.decoder.ops, *self._cache_shape)
+        return KVCache(self.decoder.ops, *self._cache_shape, max_length=self.info.max_model_len)
 
     def forward(self, spans: Sequence[Span]) -> list[Output]:
         """Run all spans in one pass; rows land in the caches behind their length, uncommitted.
@@ -37,7 +39,7 @@ class DecoderModel:
         """
         if not spans:
             return []
-        with self._lock:
+        with self._pass.lock:
             packed = pack_spans(spans, self.info)
             past = make_room(spans, *self._cache_shape)
             try:
@@ -67,6 +69,25 @@ class DecoderModel:
         return config.num_layers, config.num_kv_heads, config.head_dim
 
 
+class _Turnstile:
+    """A lock that a forked child finds open: the thread that held it does not exist there."""
+
+    _all: WeakSet[_Turnstile] = WeakSet()
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._all.add(self)
+
+    @classmethod
+    def reopen_all(cls) -> None:
+        for turnstile in cls._all:
+            turnstile.lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_Turnstile.reopen_all)
+
+
 def load_decoder(
     ops: Ops, checkpoint: Checkpoint, *, dtype: str, max_model_len: int | None, vocab_size: int | None
 ) -> tuple[Decoder, ModelInfo]:
@@ -74,14 +95,16 @@ def load_decoder(
 
     Raises:
         CheckpointError: an unsupported or incomplete checkpoint.
-        ParameterError: a context longer than the model's, or more ids than it has.
+        ParameterError: a context longer than the model's.
     """
     config = DecoderConfig.from_dict(checkpoint.config)
-    if max_model_len is not None and not 1 <= max_model_len <= config.max_positions:
+    if max_model_len is not None and not 2 <= max_model_len <= config.max_positions:
         raise ParameterError(
-            f"max_model_len={max_model_len} is not allowed; {checkpoint.name} has a context of 1 to "
+            f"max_model_len={max_model_len} is not allowed; {checkpoint.name} has a context of 2 to "
             f"{config.max_positions} positions."
         )
+    if vocab_size is not None:
+        vocab_size = min(vocab_size, config.vocab_size)  # a tokenizer may know more ids than the model
     decoder = Decoder(ops, config, checkpoint.tensors, vocab_size)
     info = ModelInfo(
         name=checkpoint.name,

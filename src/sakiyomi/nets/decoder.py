@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import math
+import reprlib
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +33,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": _WINDOWED,
     "qwen3": _WINDOWED | {"head_dim": 128},
 }
+# Far above every model, and low enough that a wrong number does not exhaust the memory before it is noticed.
+MAX_INTEGER, MAX_LAYERS, MAX_HEAD_DIM = 2**31 - 1, 10_000, 65_536
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
@@ -71,10 +75,22 @@ class DecoderConfig:
         files carry them instead of the parameters of the llama3 rope type.
 
         Raises:
-            CheckpointError: an architecture, activation, rope scaling or bias that is not supported, or a missing key.
+            CheckpointError: an architecture, activation, rope scaling or bias that is not supported, a missing key, or
+                a value that cannot be.
         """
+        try:
+            with np.errstate(all="ignore"):  # what comes out is checked
+                return cls._read(config)
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            told = " ".join(str(error).split())
+            raise CheckpointError(
+                f"the model's configuration cannot be read ({told}); fetch the model again."
+            ) from error
+
+    @classmethod
+    def _read(cls, config: Mapping[str, Any]) -> DecoderConfig:
         model_type = config.get("model_type")
-        if model_type not in DEFAULTS:
+        if not isinstance(model_type, str) or model_type not in DEFAULTS:
             raise CheckpointError(f"model_type {model_type!r} is not supported; supported are {', '.join(DEFAULTS)}.")
         config = DEFAULTS[model_type] | dict(config)
         activation = config.get("hidden_act", "silu")
@@ -83,10 +99,10 @@ class DecoderConfig:
         if config.get("mlp_bias"):
             raise CheckpointError("mlp_bias=true is not supported; only feed-forward layers without biases are.")
         hidden_size = _integer(config, "hidden_size")
-        num_layers = _integer(config, "num_hidden_layers")
+        num_layers = _integer(config, "num_hidden_layers", highest=MAX_LAYERS)
         num_heads = _integer(config, "num_attention_heads")
         num_kv_heads = _integer(config, "num_key_value_heads", num_heads)
-        head_dim = _integer(config, "head_dim", hidden_size // num_heads)
+        head_dim = _integer(config, "head_dim", hidden_size // num_heads, highest=MAX_HEAD_DIM)
         if num_heads % num_kv_heads or head_dim % 2:
             raise CheckpointError(
                 f"{num_heads} query heads over {num_kv_heads} key/value heads of width {head_dim} do not fit: "
@@ -95,6 +111,8 @@ class DecoderConfig:
         max_positions = _integer(config, "max_position_embeddings")
         rope = _rope_parameters(config, max_positions)
         inv_freq, rope_scale = _rope_frequencies(rope, head_dim, config.get("rope_freq_factors"))
+        if not np.isfinite(inv_freq).all():
+            raise CheckpointError(f"the rope parameters {reprlib.repr(rope)} give no finite frequencies.")
         if rope["rope_type"] == "yarn":
             max_positions = max(max_positions, int(rope["factor"] * rope["original_max_position_embeddings"]))
         has_bias = bool(config.get("attention_bias", False)) and model_type in ("llama", "qwen3")
@@ -107,7 +125,7 @@ class DecoderConfig:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            eps=float(config.get("rms_norm_eps", 1e-6)),
+            eps=_number(config, "rms_norm_eps", 1e-6, where="configuration"),
             max_positions=max_positions,
             tied=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=has_bias or model_type == "qwen2",
@@ -307,22 +325,27 @@ def _tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 # ---------------------------------------------------------------------------------------------- configuration
 
 
-def _integer(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _integer(config: Mapping[str, Any], key: str, default: int | None = None, *, highest: int = MAX_INTEGER) -> int:
     value = config.get(key)
     if value is None:
         value = default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"{key} is {value!r} in the model's configuration; it must be a positive integer.")
+    if type(value) is not int or not 1 <= value <= highest:
+        raise CheckpointError(
+            f"{key} is {reprlib.repr(value)} in the model's configuration; it must be a positive integer"
+            + (f" up to {highest}." if type(value) is int and value > highest else ".")
+        )
     return value
 
 
-def _number(rope: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    value = rope.get(key)
-    if value is None:
+def _number(
+    values: Mapping[str, Any], key: str, default: float | None = None, *, where: str = "rope parameters"
+) -> float:
+    value = values.get(key)
+    if value is None and (key not in values or where == "rope parameters"):
         value = default
-    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-        raise CheckpointError(f"{key} is {value!r} in the model's rope parameters; it must be a positive number.")
-    return float(value)
+    if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:  # type: ignore[operator]
+        raise CheckpointError(f"{key} is {reprlib.repr(value)} in the model's {where}; it must be a positive number.")
+    return float(value)  # type: ignore[arg-type]
 
 
 def _windows(config: Mapping[str, Any], model_type: str, num_layers: int) -> tuple[int | None, ...]:
@@ -333,8 +356,8 @@ def _windows(config: Mapping[str, Any], model_type: str, num_layers: int) -> tup
     window = _integer(config, "sliding_window")
     if model_type == "mistral":
         return (window,) * num_layers
-    first = config["max_window_layers"]
-    kinds = config.get("layer_types") or ["full_attention"] * (first or 0) + ["sliding_attention"] * num_layers
+    first = min(config["max_window_layers"] or 0, num_layers)
+    kinds = config.get("layer_types") or ["full_attention"] * first + ["sliding_attention"] * num_layers
     unknown = set(kinds) - {"full_attention", "sliding_attention"}
     if unknown or len(kinds) < num_layers:
         raise CheckpointError(
@@ -423,5 +446,5 @@ def _yarn_scale(rope: Mapping[str, Any]) -> float:
         return 1.0 if rope["factor"] <= 1 else 0.1 * weight * math.log(rope["factor"]) + 1.0
 
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return magnitude(rope["mscale"]) / magnitude(rope["mscale_all_dim"])
+        return magnitude(_number(rope, "mscale")) / magnitude(_number(rope, "mscale_all_dim"))
     return magnitude(1.0)

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from sakiyomi.errors import MissingExtraError, ParameterError
+from sakiyomi.errors import MissingExtraError, ParameterError, advise_extra
 from sakiyomi.ops.base import Blocks, Causal, Dense, LayerWeights, Mask, Matrix, Ops, Past, StackSpec, Tree
 from sakiyomi.types import GROUP_SIZE, Quantized
 
@@ -92,7 +92,7 @@ class NativeOps(Ops):
         if _native is None:
             raise MissingExtraError(
                 "the native kernels are not built; install a C++17 compiler and reinstall sakiyomi, "
-                'or pip install "sakiyomi[torch]" and use the torch backend.'
+                f"or run {advise_extra('torch')}, and use the torch backend."
             )
         if dtype not in ("int8", "float32"):
             raise ParameterError(f"dtype={dtype!r} is not allowed; give 'int8' or 'float32'.")

@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib import import_module
 from types import ModuleType
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from sakiyomi.errors import ParameterError, SakiyomiError
-from sakiyomi.noise import exact_exp, exact_log, gumbel
+from sakiyomi.noise import NoiseKey, exact_exp, exact_log, gumbel
 from sakiyomi.params import SamplingParams
 from sakiyomi.types import History
 
@@ -81,7 +81,88 @@ def choose_reference(logits: Float32s, history: History) -> int:
     return int(ids[np.argmax(scores[ids] + gumbel(history.seed, history.position, ids))])
 
 
-def log_probs(logits: Float32s, token: int, top: int) -> tuple[float, list[tuple[int, float]]]:
+def rank(logits: Float32s, history: History, count: int) -> tuple[list[int], list[float]]:
+    """The `count` tokens that come first in the order by which `choose` takes one: candidates for a drafted tree.
+
+    Returns:
+        Ids, best first, the first one that of `choose`; and the log-softmax of what they were ordered by (score +
+        noise, or the logits at temperature 0), as the confidence that the target takes this very token.
+    """
+    row = process_logits(logits, history)
+    best = row.max()
+    if not best > -np.inf:
+        raise _nan_error(history) if np.isnan(best) else _nothing_left_error(history)
+    if history.params.is_greedy:
+        ids = np.flatnonzero(row > -np.inf)
+        keys = _shift(row[ids], best)
+    else:
+        scores = filter_scores(row, history.params)
+        ids = np.flatnonzero(scores > -np.inf)
+        noise = (gumbel if _native is None else _native.gumbel)(history.seed, history.position, ids)
+        keys = scores[ids] + noise
+    order = np.argsort(-keys, kind="stable")[:count]
+    shifted = keys - keys[order[0]]
+    log_total = exact_log(exact_exp(shifted).sum())
+    return ids[order].tolist(), (shifted[order] - log_total).tolist()
+
+
+def weigh(logits: Float32s, history: History) -> tuple[Ids, Float64s]:
+    """The ids [K], ascending, that may follow `history` at a temperature above 0, and weights to draw them by."""
+    row, params = process_logits(logits, history), history.params
+    if _native is None:
+        ids, weights = weigh_reference(row, params)
+    else:
+        ids, weights = _native.weigh(row, params.temperature, min(params.top_k, row.size), params.top_p, params.min_p)
+    if not ids.size:
+        raise _nan_error(history) if np.isnan(row.max()) else _nothing_left_error(history)
+    return ids, weights
+
+
+def weigh_reference(row: Float32s, params: SamplingParams) -> tuple[Ids, Float64s]:
+    """`weigh` of processed logits, in numpy; no ids for a damaged row."""
+    if not row.max() > -np.inf:
+        return NO_IDS, np.empty(0)
+    scores = filter_scores(row, params)
+    ids = np.flatnonzero(scores > -np.inf)
+    return ids, exact_exp(scores[ids])
+
+
+def race(ids: Ids, probs: Float64s, key: NoiseKey, count: int = 1) -> list[int]:
+    """The `count` ids with the largest log(prob) + noise, largest first; ids of probability 0 do not take part.
+
+    Their order is that of drawing without replacement (the Gumbel top-k trick).
+    """
+    if _native is None:
+        return race_reference(ids, probs, key, count)
+    drawn: list[int] = _native.race(
+        np.ascontiguousarray(ids), np.ascontiguousarray(probs), key.seed, key.counter, key.purpose, count
+    )
+    return drawn
+
+
+def race_reference(ids: Ids, probs: Float64s, key: NoiseKey, count: int = 1) -> list[int]:
+    """`race`, in numpy."""
+    possible = np.flatnonzero(probs > 0)
+    ids = ids[possible]
+    noisy = exact_log(probs[possible]) + gumbel(key.seed, key.counter, ids, key.purpose)
+    return [int(token) for token in ids[np.argsort(-noisy, kind="stable")[:count]]]
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at one position.
+
+    Attributes:
+        logprob: of the chosen token.
+        rank: how many tokens are at least as probable as the chosen one, itself included.
+        top: the most probable (id, log-probability), best first.
+    """
+
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+def log_probs(logits: Float32s, token: int, top: int) -> TokenLogprobs:
     """Log-probabilities under the softmax of the raw logits, before any parameter acts (vLLM's `raw_logprobs`).
 
     Args:
@@ -90,8 +171,7 @@ def log_probs(logits: Float32s, token: int, top: int) -> tuple[float, list[tuple
         top: how many of the most probable tokens to report, the lower id first among equals.
 
     Returns:
-        The chosen token's log-probability, and the `top` most probable (id, log-probability), best first; ids of
-        probability 0 are left out.
+        `top` of the result leaves ids of probability 0 out.
     """
     row = _row(logits)
     if not 0 <= token < row.size:
@@ -101,7 +181,8 @@ def log_probs(logits: Float32s, token: int, top: int) -> tuple[float, list[tuple
     if not best > -np.inf:
         raise SakiyomiError(f"no log-probabilities: the largest logit is {best}; the model's output is damaged.")
     values = (_shift(row[[*ids, token]], best) - log_total).tolist()
-    return values[-1], list(zip(ids, values[:-1], strict=True))
+    rank = int(np.count_nonzero(row >= row[token]))
+    return TokenLogprobs(values[-1], rank, list(zip(ids, values[:-1], strict=True)))
 
 
 def summarize_reference(row: Float32s, top: int) -> tuple[float, float, list[int]]:

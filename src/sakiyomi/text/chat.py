@@ -36,6 +36,11 @@ class ChatTemplate:
             raise CheckpointError(
                 f"the model's chat template is not valid (line {error.lineno}: {error.message}); use raw prompts."
             ) from None
+        except (SyntaxError, ValueError, TypeError, OverflowError, MemoryError, RecursionError) as error:
+            # What Jinja makes of it is too large or too deep for Python.
+            raise CheckpointError(
+                f"the model's chat template cannot be compiled ({_one_line(error)}); use raw prompts."
+            ) from None
         self._tokens = {f"{role}_token": _find_token(data, role) for role in ("bos", "eos")}
 
     def render(

@@ -208,12 +208,13 @@ def _list_decoders(backend: Backend) -> set[str]:
 def _add_configured_tokens(backend: Backend, config: Mapping[str, Any]) -> None:
     """Tokens that only tokenizer_config.json declares, and roles that make a token special."""
     known = backend.get_added_tokens_decoder()
-    declared = sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
+    declared = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
     for token_id, fields in declared:
         if int(token_id) not in known:
             backend.add_tokens([_read_added_token(fields)])
     roles = [config.get(f"{role}_token") for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
-    roles += config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
+    more = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
+    roles += more.values() if isinstance(more, Mapping) else more
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     for role in roles:
         content = role["content"] if isinstance(role, Mapping) else role
@@ -236,7 +237,7 @@ def _find_named_token(backend: Backend, config: Mapping[str, Any], key: str) -> 
 
 
 def _load_gguf(fields: Mapping[str, Any]) -> Tokenizer:
-    model = fields.get("model")
+    model = str(fields.get("model"))
     builders = {"gpt2": _build_byte_level, "llama": _build_sentencepiece}
     if model not in builders:
         raise CheckpointError(
@@ -330,7 +331,7 @@ _NORMALIZES = {"qwen2", "deepseek-r1-qwen"}
 
 
 def _build_byte_level(fields: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]) -> Backend:
-    pre = fields.get("pre", "default")
+    pre = str(fields.get("pre", "default"))
     if pre not in _PATTERNS:
         raise CheckpointError(
             f"the file's pre-tokenizer {pre!r} is not supported; supported are {', '.join(_PATTERNS)}."

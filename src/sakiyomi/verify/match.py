@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sakiyomi.tree import ROOT, Draft
-from sakiyomi.types import Lossless, Output, Sequence, Verdict, Verifier
+from sakiyomi.sampling.distributions import follow_choices
+from sakiyomi.tree import Draft
+from sakiyomi.types import DrawMode, Lossless, Output, Sequence, Verdict, Verifier
 
 
 class MatchVerifier(Verifier):
     """Accepts a drafted token exactly when plain decoding would have chosen it."""
 
     is_lossless: Lossless = "tokens"
+    draw: DrawMode = "coupled"
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -25,13 +27,4 @@ class MatchVerifier(Verifier):
         self.config = config or self.Config()
 
     def verify(self, draft: Draft, output: Output, sequence: Sequence) -> Verdict:
-        path: list[int] = []
-        tokens: list[int] = []
-        node: int | None = ROOT
-        while node is not None:
-            token = output.choose(node + 1, sequence.history(tuple(tokens)))
-            tokens.append(token)
-            node = draft.child(node, token)
-            if node is not None:
-                path.append(node)
-        return Verdict(tuple(path), tuple(tokens))
+        return follow_choices(draft, output, sequence)
