@@ -13,7 +13,7 @@ from math import inf
 from pathlib import Path
 
 from sakiyomi.errors import ParameterError
-from sakiyomi.lookup.automaton import new_automaton
+from sakiyomi.lookup.automaton import Automaton, new_automaton
 from sakiyomi.lookup.prediction import PredictionReader
 from sakiyomi.lookup.store import StoreReader, TextStore, open_store
 from sakiyomi.plugins import MAX_DRAFT_TOKENS, check_bounds
@@ -92,7 +92,7 @@ class SuffixDrafter(Drafter):
         if not isinstance(memo, _Memo):
             memo = sequence.memo = _Memo(sequence, self.store)
         memo.read(sequence)
-        best = self._grow(memo, max_nodes)
+        best = self._grow(memo.automaton, *memo.automaton.match_suffix(), max_nodes)
         if memo.store_reader is None and memo.prediction is None:
             return best
         others = [self._grow_from_store(memo, max_nodes)] if memo.store_reader is not None else []
@@ -100,10 +100,18 @@ class SuffixDrafter(Drafter):
             others.append(memo.prediction.draft(max_nodes, self.config.min_confidence))
         return max([best, *others], key=expected_length)
 
-    def _grow(self, memo: _Memo, max_nodes: int) -> Draft:
+    def _grow_from_store(self, memo: _Memo, max_nodes: int) -> Draft:
+        assert self.store is not None
+        assert memo.store_reader is not None
+        with self.store.lock:
+            automaton, state, length = memo.store_reader.match(memo.tokens)
+            return self._grow(automaton, state, length, max_nodes)
+
+    def _grow(self, automaton: Automaton, state: int, length: int, max_nodes: int) -> Draft:
         config = self.config
-        tokens, parents, confidences = memo.automaton.grow_tree(
-            *memo.automaton.match_suffix(),
+        tokens, parents, confidences = automaton.grow_tree(
+            state,
+            length,
             max_nodes,
             max_nodes,
             config.width,
@@ -111,24 +119,6 @@ class SuffixDrafter(Drafter):
             config.min_confidence,
             config.doubt,
         )
-        return Draft(tokens, parents, confidences=confidences)
-
-    def _grow_from_store(self, memo: _Memo, max_nodes: int) -> Draft:
-        assert self.store is not None
-        assert memo.store_reader is not None
-        config = self.config
-        with self.store.lock:
-            automaton, state, length = memo.store_reader.match(memo.tokens)
-            tokens, parents, confidences = automaton.grow_tree(
-                state,
-                length,
-                max_nodes,
-                max_nodes,
-                config.width,
-                config.min_match,
-                config.min_confidence,
-                config.doubt,
-            )
         return Draft(tokens, parents, confidences=confidences)
 
 

@@ -7,6 +7,7 @@ temperature 0 it is one-hot. Everything is float64.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from sakiyomi.errors import ParameterError
 from sakiyomi.noise import PURPOSE_ACCEPT, PURPOSE_CORRECT, NoiseKey, Randomness, uniform
 from sakiyomi.sampling.choose import Float32s, Ids, choose, race, weigh
 from sakiyomi.tree import Draft
-from sakiyomi.types import History, Output, Sequence, Verdict
+from sakiyomi.types import DrawMode, History, Lossless, Output, Sequence, Verdict, Verifier
 
 Float64s = npt.NDArray[np.float64]
 
@@ -192,3 +193,37 @@ def require_chain(draft: Draft, rule: str) -> None:
 def accept_path(draft: Draft, path: tuple[int, ...], final: int, lossy: tuple[int, ...] = ()) -> Verdict:
     """The verdict that keeps `path` and ends with the token `final`."""
     return Verdict(path, (*(draft.tokens[node] for node in path), final), lossy)
+
+
+# ---------------------------------------------------------------------------------------------- what the rules share
+
+
+class SampledRule(Verifier):
+    """A rule that keeps the distribution: it judges sampled drafts, and follows the plain choices for all others.
+
+    A rule derives from it, says its name, whether its drafts are chains, and how it judges.
+    """
+
+    is_lossless: Lossless = "distribution"
+    draw: DrawMode = "independent"
+    name: str
+    needs_chain: bool = False
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        """These rules have no options."""
+
+    def __init__(self, config: Config | None = None, randomness: Randomness | None = None) -> None:
+        self.config = config or self.Config()
+        self.randomness = randomness or KeyedRandomness()
+
+    def verify(self, draft: Draft, output: Output, sequence: Sequence) -> Verdict:
+        if is_decided_by_choice(draft, sequence, self.name):
+            return follow_choices(draft, output, sequence)
+        if self.needs_chain:
+            require_chain(draft, self.name)
+        return self.judge(draft, TargetLaws(draft, output, sequence), sequence)
+
+    @abstractmethod
+    def judge(self, draft: Draft, laws: TargetLaws, sequence: Sequence) -> Verdict:
+        """Judge a sampled draft of at least one node at a temperature above 0."""

@@ -7,43 +7,25 @@ verification accelerates speculative decoding").
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from sakiyomi.noise import Randomness
 from sakiyomi.sampling.distributions import (
-    KeyedRandomness,
     Law,
+    SampledRule,
     TargetLaws,
     accept_path,
     draft_law,
-    follow_choices,
     is_accepted,
-    is_decided_by_choice,
-    require_chain,
 )
 from sakiyomi.tree import Draft
-from sakiyomi.types import DrawMode, Lossless, Output, Sequence, Verdict, Verifier
+from sakiyomi.types import Sequence, Verdict
 
 
-class BlockVerifier(Verifier):
+class BlockVerifier(SampledRule):
     """Keeps the longest prefix of a sampled chain whose coin says so."""
 
-    is_lossless: Lossless = "distribution"
-    draw: DrawMode = "independent"
+    name = "block"
+    needs_chain = True
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
-        """`block` has no options."""
-
-    def __init__(self, config: Config | None = None, randomness: Randomness | None = None) -> None:
-        self.config = config or self.Config()
-        self.randomness = randomness or KeyedRandomness()
-
-    def verify(self, draft: Draft, output: Output, sequence: Sequence) -> Verdict:
-        if is_decided_by_choice(draft, sequence, "block"):
-            return follow_choices(draft, output, sequence)
-        require_chain(draft, "block")
-        laws = TargetLaws(draft, output, sequence)
+    def judge(self, draft: Draft, laws: TargetLaws, sequence: Sequence) -> Verdict:
         ratios = joint_ratios(draft, laws)
         # Each prefix has a coin of its own, and the longest success counts: a failure in between does not.
         for length in range(len(ratios) - 1, 0, -1):

@@ -7,42 +7,24 @@ other way round).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from sakiyomi.noise import Randomness
 from sakiyomi.sampling.distributions import (
-    KeyedRandomness,
+    SampledRule,
     TargetLaws,
     accept_path,
     draft_law,
-    follow_choices,
     is_accepted,
-    is_decided_by_choice,
-    require_chain,
 )
 from sakiyomi.tree import Draft
-from sakiyomi.types import DrawMode, Lossless, Output, Sequence, Verdict, Verifier
+from sakiyomi.types import Sequence, Verdict
 
 
-class RejectionVerifier(Verifier):
+class RejectionVerifier(SampledRule):
     """Judges the tokens of a sampled chain one by one."""
 
-    is_lossless: Lossless = "distribution"
-    draw: DrawMode = "independent"
+    name = "rejection"
+    needs_chain = True
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
-        """`rejection` has no options."""
-
-    def __init__(self, config: Config | None = None, randomness: Randomness | None = None) -> None:
-        self.config = config or self.Config()
-        self.randomness = randomness or KeyedRandomness()
-
-    def verify(self, draft: Draft, output: Output, sequence: Sequence) -> Verdict:
-        if is_decided_by_choice(draft, sequence, "rejection"):
-            return follow_choices(draft, output, sequence)
-        require_chain(draft, "rejection")
-        laws = TargetLaws(draft, output, sequence)
+    def judge(self, draft: Draft, laws: TargetLaws, sequence: Sequence) -> Verdict:
         for node, token in enumerate(draft.tokens):
             p = laws.after(node - 1)
             q = draft_law(draft, node, p.vocab_size)

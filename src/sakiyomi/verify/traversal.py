@@ -11,36 +11,23 @@ from dataclasses import dataclass
 
 from sakiyomi.noise import Randomness
 from sakiyomi.sampling.distributions import (
-    KeyedRandomness,
+    SampledRule,
     TargetLaws,
     accept_path,
     drawn_children,
-    follow_choices,
     is_accepted,
-    is_decided_by_choice,
 )
 from sakiyomi.tree import ROOT, Draft
-from sakiyomi.types import DrawMode, Lossless, Output, Sequence, Verdict, Verifier
+from sakiyomi.types import Sequence, Verdict
 
 
-class TraversalVerifier(Verifier):
+class TraversalVerifier(SampledRule):
     """Judges a sampled tree from the leaves up."""
 
-    is_lossless: Lossless = "distribution"
-    draw: DrawMode = "independent"
+    name = "traversal"
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
-        """`traversal` has no options."""
-
-    def __init__(self, config: Config | None = None, randomness: Randomness | None = None) -> None:
-        self.config = config or self.Config()
-        self.randomness = randomness or KeyedRandomness()
-
-    def verify(self, draft: Draft, output: Output, sequence: Sequence) -> Verdict:
-        if is_decided_by_choice(draft, sequence, "traversal"):
-            return follow_choices(draft, output, sequence)
-        verdict = _Traversal(draft, TargetLaws(draft, output, sequence), sequence, self.randomness).visit(ROOT, 1.0)
+    def judge(self, draft: Draft, laws: TargetLaws, sequence: Sequence) -> Verdict:
+        verdict = _Traversal(draft, laws, sequence, self.randomness).visit(ROOT, 1.0)
         assert verdict is not None, "the root always accepts"
         return verdict
 

@@ -8,41 +8,24 @@ children, as of EAGLE-2, are judged by drawing from p and comparing. On a chain 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from sakiyomi.noise import Randomness
 from sakiyomi.sampling.distributions import (
-    KeyedRandomness,
     Law,
+    SampledRule,
     TargetLaws,
     accept_path,
     drawn_children,
-    follow_choices,
     is_accepted,
-    is_decided_by_choice,
 )
 from sakiyomi.tree import ROOT, Draft
-from sakiyomi.types import DrawMode, Lossless, Output, Sequence, Verdict, Verifier
+from sakiyomi.types import Sequence, Verdict
 
 
-class TreeVerifier(Verifier):
+class TreeVerifier(SampledRule):
     """Judges a sampled tree from the root down."""
 
-    is_lossless: Lossless = "distribution"
-    draw: DrawMode = "independent"
+    name = "tree"
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
-        """`tree` has no options."""
-
-    def __init__(self, config: Config | None = None, randomness: Randomness | None = None) -> None:
-        self.config = config or self.Config()
-        self.randomness = randomness or KeyedRandomness()
-
-    def verify(self, draft: Draft, output: Output, sequence: Sequence) -> Verdict:
-        if is_decided_by_choice(draft, sequence, "tree"):
-            return follow_choices(draft, output, sequence)
-        laws = TargetLaws(draft, output, sequence)
+    def judge(self, draft: Draft, laws: TargetLaws, sequence: Sequence) -> Verdict:
         path: list[int] = []
         node = ROOT
         while True:
