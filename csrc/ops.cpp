@@ -73,7 +73,23 @@ void for_items(int num_threads, std::int64_t count, std::int64_t operations_per_
     });
 }
 
-void linear(Matrix x, const PackedWeight& weight, std::optional<Vector> bias, OutMatrix out, int num_threads) {
+// What rounding row `row` to 8 bits left over, rounded again, as row `row` of `rest`. `left` has room for a row.
+void quantize_rest(const Kernels& kernel, const QuantizedRows& rows, const QuantizedRows& rest, std::int64_t row,
+                   const float* x, float* left) {
+    const std::int64_t group_size = input_group_bytes(rows.num_rows);
+    for (std::int64_t group = 0; group < rows.width / kGroup; ++group) {
+        const std::uint8_t* record = rows.bytes + group * group_size;
+        const std::int8_t* values = reinterpret_cast<const std::int8_t*>(record) + row * kGroup;
+        const float scale = reinterpret_cast<const float*>(record + rows.num_rows * kGroup)[row];
+        for (int i = 0; i < kGroup; ++i)
+            left[group * kGroup + i] = x[group * kGroup + i] - scale * static_cast<float>(values[i]);
+    }
+    rest.write(kernel, row, left, 0, rows.width);
+}
+
+// `is_fine`: inputs of a quantized weight keep 16 bits, as two terms of 8; the second adds to the first's outputs while
+// the weights are still in the cache.
+void linear(Matrix x, const PackedWeight& weight, std::optional<Vector> bias, OutMatrix out, int num_threads, bool is_fine) {
     const std::int64_t num_rows = size_of(x, 0), width = weight.num_inputs;
     check_equal("the width of x", size_of(x, 1), width);
     check_equal("the number of rows of out", size_of(out, 0), num_rows);
@@ -81,25 +97,31 @@ void linear(Matrix x, const PackedWeight& weight, std::optional<Vector> bias, Ou
     if (bias) check_equal("the length of bias", size_of(*bias, 0), weight.num_outputs);
     check_threads(num_threads, kMaxThreads);
     const Kernels& kernel = kernels();
-    const float* rows = x.data();
+    const float* x_rows = x.data();
+    const std::int64_t num_terms = !weight.is_quantized() ? 0 : is_fine ? 2 : 1;
+    const std::int64_t term_bytes = QuantizedRows::num_bytes(width, num_rows), left_bytes = num_terms == 2 ? width * 4 : 0;
     nb::gil_scoped_release released;
     Pool::Lease lease(threads_for(num_threads, num_rows * width * weight.num_outputs / 8));
-    QuantizedRows quantized{nullptr, width, num_rows};
-    if (weight.is_quantized())
-        quantized.bytes = reinterpret_cast<std::uint8_t*>(
-            lease.scratch(static_cast<std::size_t>(QuantizedRows::num_bytes(width, num_rows))));
-    const void* inputs = weight.is_quantized() ? static_cast<const void*>(quantized.bytes) : rows;
+    std::uint8_t* scratch = reinterpret_cast<std::uint8_t*>(
+        lease.scratch(static_cast<std::size_t>(num_terms * term_bytes + num_rows * left_bytes)));
+    const QuantizedRows first{scratch, width, num_rows}, rest{scratch + term_bytes, width, num_rows};
+    float* left = reinterpret_cast<float*>(scratch + num_terms * term_bytes);
+    float* y = out.data();
+    const std::int64_t num_outputs = weight.num_outputs;
+    const void* inputs = num_terms == 0 ? static_cast<const void*>(x_rows) : first.bytes;
+    const LinearJob job = linear_job(weight, inputs, width * 4, num_rows, bias ? bias->data() : nullptr, nullptr, y, num_outputs);
+    const LinearJob job_of_rest = linear_job(weight, rest.bytes, 0, num_rows, nullptr, y, y, num_outputs);
     lease.run([&](Team& team, int rank) {
         mark(Phase::kHead);  // the only matrix of a decoder that stands outside its stack
-        if (weight.is_quantized()) {
-            const Range mine = split(num_rows, rank, team.size());
-            for (std::int64_t row = mine.begin; row < mine.end; ++row)
-                quantized.write(kernel, row, rows + row * width, 0, width);
-            team.barrier();
-        }
-        const LinearJob job = linear_job(weight, inputs, width * 4, num_rows, bias ? bias->data() : nullptr, nullptr,
-                                         out.data(), weight.num_outputs);
-        team.share(rank, num_shares(weight.num_blocks()), [&](std::int64_t item) { run_share(kernel, weight, job, item); });
+        if (num_terms > 0)
+            team.share(rank, num_rows, [&](std::int64_t row) {
+                first.write(kernel, row, x_rows + row * width, 0, width);
+                if (num_terms == 2) quantize_rest(kernel, first, rest, row, x_rows + row * width, left + row * width);
+            });
+        team.share(rank, num_shares(weight.num_blocks()), [&](std::int64_t item) {
+            run_share(kernel, weight, job, item);
+            if (num_terms == 2) run_share(kernel, weight, job_of_rest, item);
+        });
     });
 }
 
@@ -273,7 +295,7 @@ void bind_ops(nanobind::module_& m) {
     m.def("isas", [] { return available_isas(); }, "Instruction sets that run here, narrowest first, separated by blanks.");
     m.def("isa", [] { return kernels().name; }, "The instruction set in use: portable, avx2 or avx512.");
     m.def("linear", &linear, arg("x").noconvert(), arg("weight"), arg("bias").noconvert().none(), arg("out").noconvert(),
-          arg("threads"));
+          arg("threads"), arg("fine") = false);
     m.def("rms_norm", &rms_norm, arg("x").noconvert(), arg("weight").noconvert(), arg("eps"), arg("out").noconvert(),
           arg("threads"));
     m.def("rope", &rope, arg("x").noconvert(), arg("positions").noconvert(), arg("table").noconvert(),

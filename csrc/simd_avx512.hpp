@@ -6,7 +6,7 @@ namespace {
 
 // Integer accumulators fill the 32 registers; float ones live in the first cache.
 enum { kTileRows = 8, kTileBlocks = 4, kDenseRows = 4, kDenseBlocks = 3 };
-constexpr int blocks_for(int rows) { return rows <= 6 ? 4 : 2; }
+constexpr int blocks_for(int rows) { return rows <= 3 ? 4 : 2; }
 
 typedef __m512 Vf;
 typedef __m512i Vi;

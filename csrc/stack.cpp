@@ -44,7 +44,7 @@ struct Sizes {
 };
 
 enum {
-    kMaxRepeatedRows = 2,
+    kMaxRepeatedRows = 8,
     kFetchBytes = 1280,  // of each block of the next matrix
 };
 
@@ -138,7 +138,7 @@ class Pass {
             [&] { fetch(next, team, rank); });
     }
 
-    // Normed rows as the next weight wants them. A row or two are cheaper to repeat on every thread than to wait for.
+    // Normed rows as the next weight wants them. A few rows are cheaper to repeat on every thread than to wait for.
     Rows norm(const float* weight, const PackedWeight& next, Team& team, int rank) const {
         const bool is_repeated = num_rows <= kMaxRepeatedRows;
         const std::int64_t copy = is_repeated ? rank : 0;

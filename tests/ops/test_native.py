@@ -73,6 +73,16 @@ class TestLinear:
         bound = 2e-6 * (np.abs(inputs) @ size.reshape(n, k).T)
         assert np.all(np.abs(ops.linear(x, ops.weight(w)) - expected) <= bound + 1e-7)
 
+    def test_logits_keep_sixteen_bits_of_the_inputs(self, rng: np.random.Generator) -> None:
+        ops = NativeOps(threads=2)
+        x, w = normal(rng, 9, 160) * 3, random_quantized(rng, 50, 160)
+        weight, exact = ops.weight(w), w.dequantize().astype(np.float64)
+        expected = x.astype(np.float64) @ exact.T
+        coarse, fine = (np.abs(y - expected).max() for y in (ops.linear(x, weight), ops.logits(x, weight)))
+        assert fine < coarse / 50
+        for rows in (1, 2, 5):
+            assert ops.logits(x[:rows], weight).tobytes() == ops.logits(x, weight)[:rows].tobytes()
+
     def test_extreme_values_do_not_saturate(self) -> None:
         w = Quantized(np.full((16, 64), 255, np.uint8), np.ones((16, 2), np.float16), np.zeros((16, 2), np.float16))
         x = np.full((1, 64), -1, np.float32)

@@ -205,7 +205,7 @@ class Decoder:
         logits = None
         if len(logit_rows):
             wanted = x if len(logit_rows) == len(x) else x[list(logit_rows)]
-            logits = ops.linear(ops.rms_norm(wanted, self.norm, self.config.eps), self.head)
+            logits = ops.logits(ops.rms_norm(wanted, self.norm, self.config.eps), self.head)
         return logits, ops.concat(kept) if kept else None
 
     def shallow(self, num_layers: int) -> Decoder:

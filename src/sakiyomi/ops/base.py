@@ -179,6 +179,10 @@ class Ops(ABC):
     def linear(self, x: Array, weight: Weight, bias: Array | None = None) -> Array:
         """x [R, K] times the transposed weight [N, K], plus bias [N] -> [R, N]."""
 
+    def logits(self, x: Array, head: Weight) -> Array:
+        """`linear` for a language model's head, whose rounding shows in every logit: never coarser than `linear`."""
+        return self.linear(x, head)
+
     @abstractmethod
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
         """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich, 2019)."""

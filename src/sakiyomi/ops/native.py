@@ -158,6 +158,12 @@ class NativeOps(Ops):
         _native.linear(_floats(x), weight, bias, out, self.threads)
         return out
 
+    def logits(self, x: Floats, head: Any) -> Floats:
+        """Inputs of a quantized head keep 16 bits, which costs little where memory is the limit."""
+        out = np.empty((len(x), head.shape[0]), np.float32)
+        _native.linear(_floats(x), head, None, out, self.threads, True)
+        return out
+
     def rms_norm(self, x: Floats, weight: Floats, eps: float) -> Floats:
         rows = _floats(x).reshape(-1, x.shape[-1])
         out = np.empty_like(rows)
