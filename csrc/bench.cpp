@@ -106,6 +106,22 @@ __attribute__((target("avx512f,avx512vnni"))) std::int64_t multiply_avx512(std::
 }
 #endif
 
+#ifdef SAKIYOMI_NEON
+// As text: the file is compiled for machines without the instruction.
+std::int64_t multiply_neon(std::int64_t count) {
+    for (std::int64_t round = 0; round < count; ++round)
+        asm volatile(
+            ".arch_extension dotprod\n"
+#define SAKIYOMI_DOT(total) "sdot v" #total ".4s, v30.16b, v31.16b\n"
+            SAKIYOMI_DOT(0) SAKIYOMI_DOT(1) SAKIYOMI_DOT(2) SAKIYOMI_DOT(3) SAKIYOMI_DOT(4) SAKIYOMI_DOT(5)
+            SAKIYOMI_DOT(6) SAKIYOMI_DOT(7) SAKIYOMI_DOT(16) SAKIYOMI_DOT(17) SAKIYOMI_DOT(18) SAKIYOMI_DOT(19)
+            SAKIYOMI_DOT(20) SAKIYOMI_DOT(21) SAKIYOMI_DOT(22) SAKIYOMI_DOT(23)
+#undef SAKIYOMI_DOT
+            ::: "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23");
+    return count * 16 * 32;
+}
+#endif
+
 // ---------------------------------------------------------------------------------------------- bindings
 
 struct Routines {
@@ -118,6 +134,8 @@ Routines routines() {
     const std::string isa = kernels().name;
     if (isa == "avx512") return {read_avx512, multiply_avx512};
     if (isa == "avx2") return {read_avx2, multiply_avx2};
+#elif defined(SAKIYOMI_NEON)
+    if (std::string(kernels().name) == "neon") return {read_portable, multiply_neon};
 #endif
     return {read_portable, multiply_portable};
 }

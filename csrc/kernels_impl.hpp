@@ -46,7 +46,8 @@ template <Storage STORAGE, int ROWS, int BLOCKS>
 inline __attribute__((always_inline)) void dot_group(const uint8_t* weights, int64_t block_bytes, const int8_t* values,
                                                      Vi (*sums)[BLOCKS]) {
     for (int r = 0; r < ROWS; ++r)
-        for (int b = 0; b < BLOCKS; ++b) sums[r][b] = zero_int();
+        for (int b = 0; b < BLOCKS; ++b)
+            sums[r][b] = STORAGE == Storage::kNibbles ? zero_int() : start_sums(values + r * kGroup);
     Wq w[BLOCKS];
     if (STORAGE == Storage::kNibbles) {
 #pragma GCC unroll 4
@@ -213,6 +214,8 @@ void linear_quantized(const LinearJob* job, int64_t first_block, int64_t last_bl
         run_quantized<Storage::kBytes>(*job, first_block, last_block);
 }
 
+enum { kDenseRun = 64 };  // products summed before they join the total: one long sum would round more
+
 template <int ROWS, int BLOCKS, bool IS_FIRST_PASS>
 void dense_tile(const LinearJob& job, int64_t row, int64_t block) {
     const uint8_t* bytes = job.weights + block * job.block_bytes;
@@ -221,16 +224,24 @@ void dense_tile(const LinearJob& job, int64_t row, int64_t block) {
     Vf total[ROWS][BLOCKS];
     for (int r = 0; r < ROWS; ++r)
         for (int b = 0; b < BLOCKS; ++b) total[r][b] = set1(0.0f);
-    for (int64_t k = 0; k < job.num_inputs; ++k) {
-        const uint8_t* here = bytes + k * kLanes * 4;
-        if (IS_FIRST_PASS)
-            for (int b = 0; b < BLOCKS; ++b) prefetch(here + b * job.block_bytes + kAheadBytes);
-        Vf w[BLOCKS];
-        for (int b = 0; b < BLOCKS; ++b) w[b] = load(reinterpret_cast<const float*>(here + b * job.block_bytes));
-        for (int r = 0; r < ROWS; ++r) {
-            const Vf x = set1(inputs[r][k]);
-            for (int b = 0; b < BLOCKS; ++b) total[r][b] = fma(w[b], x, total[r][b]);
+    for (int64_t start = 0; start < job.num_inputs; start += kDenseRun) {
+        const int64_t end = min_of(start + kDenseRun, job.num_inputs);
+        Vf part[ROWS][BLOCKS];
+        for (int r = 0; r < ROWS; ++r)
+            for (int b = 0; b < BLOCKS; ++b) part[r][b] = set1(0.0f);
+        for (int64_t k = start; k < end; ++k) {
+            const uint8_t* here = bytes + k * kLanes * 4;
+            if (IS_FIRST_PASS)
+                for (int b = 0; b < BLOCKS; ++b) prefetch(here + b * job.block_bytes + kAheadBytes);
+            Vf w[BLOCKS];
+            for (int b = 0; b < BLOCKS; ++b) w[b] = load(reinterpret_cast<const float*>(here + b * job.block_bytes));
+            for (int r = 0; r < ROWS; ++r) {
+                const Vf x = set1(inputs[r][k]);
+                for (int b = 0; b < BLOCKS; ++b) part[r][b] = fma(w[b], x, part[r][b]);
+            }
         }
+        for (int r = 0; r < ROWS; ++r)
+            for (int b = 0; b < BLOCKS; ++b) total[r][b] = add(total[r][b], part[r][b]);
     }
     for (int r = 0; r < ROWS; ++r)
         for (int b = 0; b < BLOCKS; ++b) store_outputs(job, row + r, block + b, total[r][b]);
