@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sakiyomi.cores import count_cores
 from sakiyomi.errors import MissingExtraError, ParameterError
 from sakiyomi.ops import native
 from sakiyomi.ops.base import Blocks, Causal, Dense, KVSlots, Past, Tree
-from sakiyomi.ops.native import NativeOps, count_cpus, quantize
+from sakiyomi.ops.native import NativeOps, quantize
 from sakiyomi.types import Quantized
 
 SHAPES = [(1, 32), (15, 64), (16, 32), (17, 96), (50, 160), (300, 576)]
@@ -339,8 +340,8 @@ class TestConstruction:
             with pytest.raises(ParameterError, match="threads="):
                 NativeOps(threads=threads)  # type: ignore[arg-type]
 
-    def test_threads_default_to_the_cpus_of_this_process(self) -> None:
-        assert NativeOps().threads == count_cpus() >= 1
+    def test_threads_default_to_the_cores_of_this_process(self) -> None:
+        assert NativeOps().threads == min(count_cores(), native.MAX_THREADS) >= 1
 
     def test_without_the_extension(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(native, "_native", None)
@@ -366,7 +367,7 @@ def test_unknown_instruction_set_is_refused() -> None:
 
 
 @pytest.mark.skipif("SAKIYOMI_ISA" in os.environ, reason="already running on a forced instruction set")
-@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "neon"])
 def test_every_instruction_set(isa: str) -> None:
     report = run_python(REPORT_ISA, isa)
     if report.returncode != 0 and "is not available here" in report.stderr:

@@ -10,12 +10,12 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from sakiyomi.cores import count_cores
 from sakiyomi.errors import MissingExtraError, ParameterError, advise_extra
 from sakiyomi.ops.base import Blocks, Causal, Dense, LayerWeights, Mask, Matrix, Ops, Past, StackSpec, Tree
 from sakiyomi.types import GROUP_SIZE, Quantized
@@ -67,11 +67,11 @@ class NativeOps(Ops):
     Args:
         dtype: "int8" holds quantized matrices as they are, quantizes float ones whose width is a multiple of 32, and
             rounds the inputs of `linear` to 8 bits in groups of 32; caches are float16. "float32" rounds nothing.
-        threads: threads that share the work of an operation; None takes the CPUs that this process may use.
+        threads: threads that share the work of an operation; None takes one per core (cores.py).
         store: where `named_weight` keeps packed weights, or None.
 
     Environment:
-        SAKIYOMI_ISA: avx512, avx2 or portable, instead of the widest that the machine has.
+        SAKIYOMI_ISA: avx512, avx2, neon or portable, instead of the widest that the machine has.
         SAKIYOMI_STORAGE: "8bit" holds four-bit matrices in eight bits, for comparison; the results are the same bits.
 
     Raises:
@@ -105,7 +105,7 @@ class NativeOps(Ops):
         except ValueError as error:
             raise ParameterError(str(error)) from None
         self.dtype = dtype
-        self.threads = count_cpus() if threads is None else threads
+        self.threads = min(count_cores(), MAX_THREADS) if threads is None else threads
         self._store = store
         self._bytes_only = os.environ.get("SAKIYOMI_STORAGE") == "8bit"
         self._rope_tables: dict[tuple[bytes, float], Floats] = {}
@@ -282,18 +282,6 @@ def list_isas() -> list[str]:
     return str(_native.isas()).split()
 
 
-def count_cpus() -> int:
-    """CPUs that this process may use, by affinity and by the quota of its control group; at least 1."""
-    try:
-        count = len(os.sched_getaffinity(0))
-    except AttributeError:
-        count = os.cpu_count() or 1
-    quota = _cgroup_quota()
-    if quota is not None:
-        count = min(count, max(1, int(quota)))
-    return max(1, min(count, MAX_THREADS))
-
-
 def quantize(matrix: Matrix) -> Quantized:
     """An [N, K] matrix in unsigned 8-bit values, scale and min per group of 32; quantized ones stay as they are.
 
@@ -403,18 +391,3 @@ def _rope_block(index: int, inv_freq: npt.NDArray[np.float32], scale: float) -> 
     angles = (positions[:, None] * inv_freq.astype(np.float32)[None, :]).astype(np.float64)
     factor = np.float32(scale)
     return np.concatenate([np.cos(angles).astype(np.float32) * factor, np.sin(angles).astype(np.float32) * factor], 1)
-
-
-def _cgroup_quota() -> float | None:
-    """CPUs that the control group grants, or None without a limit."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        pass
-    try:
-        folder = Path("/sys/fs/cgroup/cpu")
-        micros = int((folder / "cpu.cfs_quota_us").read_text())
-        return micros / int((folder / "cpu.cfs_period_us").read_text()) if micros > 0 else None
-    except (OSError, ValueError):
-        return None
