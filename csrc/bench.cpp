@@ -17,6 +17,9 @@
 #endif
 
 namespace sakiyomi {
+#ifdef SAKIYOMI_NEON
+std::int64_t multiply_neon(std::int64_t count);  // in the file that is compiled for the instruction
+#endif
 namespace {
 
 using Bytes = In<std::uint8_t, nb::ndim<1>>;
@@ -103,22 +106,6 @@ __attribute__((target("avx512f,avx512vnni"))) std::int64_t multiply_avx512(std::
     for (int chain = 1; chain < kManyChains; ++chain) totals[0] = _mm512_add_epi32(totals[0], totals[chain]);
     asm volatile("" : : "v"(totals[0]));
     return count * kManyChains * 128;
-}
-#endif
-
-#ifdef SAKIYOMI_NEON
-// As text: the file is compiled for machines without the instruction.
-std::int64_t multiply_neon(std::int64_t count) {
-    for (std::int64_t round = 0; round < count; ++round)
-        asm volatile(
-            ".arch_extension dotprod\n"
-#define SAKIYOMI_DOT(total) "sdot v" #total ".4s, v30.16b, v31.16b\n"
-            SAKIYOMI_DOT(0) SAKIYOMI_DOT(1) SAKIYOMI_DOT(2) SAKIYOMI_DOT(3) SAKIYOMI_DOT(4) SAKIYOMI_DOT(5)
-            SAKIYOMI_DOT(6) SAKIYOMI_DOT(7) SAKIYOMI_DOT(16) SAKIYOMI_DOT(17) SAKIYOMI_DOT(18) SAKIYOMI_DOT(19)
-            SAKIYOMI_DOT(20) SAKIYOMI_DOT(21) SAKIYOMI_DOT(22) SAKIYOMI_DOT(23)
-#undef SAKIYOMI_DOT
-            ::: "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23");
-    return count * 16 * 32;
 }
 #endif
 

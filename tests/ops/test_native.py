@@ -375,8 +375,9 @@ def test_every_instruction_set(isa: str) -> None:
     assert report.stdout.strip() == isa
     if isa == NativeOps(threads=1).isa:
         return  # this run's own
-    folder = Path(__file__).parent
-    files = "\0".join(str(folder / name) for name in ("test_native.py", "test_bitwise.py"))
+    folder = Path(__file__).parents[1]
+    names = ("ops/test_native.py", "ops/test_bitwise.py", "models/test_native.py")
+    files = "\0".join(str(folder / name) for name in names)
     result = run_python(f"-m\0pytest\0-q\0-p\0no:cacheprovider\0{files}", isa)
     assert result.returncode == 0, result.stdout[-3000:]
 
