@@ -193,8 +193,11 @@ void run_attention(Attention& attention, const std::vector<KeyRows>& views, std:
     nb::gil_scoped_release released;
     const std::int64_t operations = num_keys * attention.heads.num_heads * attention.heads.head_dim / 4;
     const int useful = threads_for(check_threads(num_threads, kMaxThreads), operations);
-    attention.choose_items(useful);
+    std::vector<std::int64_t> lengths;
+    for (const KeyRows& view : views) lengths.push_back(view.length);
+    attention.choose_items(useful, lengths);
     Pool::Lease lease(useful);
+    attention.parts = reinterpret_cast<float*>(lease.scratch(static_cast<std::size_t>(attention.parts_bytes())));
     lease.run([&](Team& team, int rank) {
         team.share(rank, attention.num_items(), [&](std::int64_t item) { attention.run_item(item, views.data(), window); });
     });
@@ -208,7 +211,7 @@ Attention describe_attention(HeadsIn q, std::int64_t num_kv_heads, const RowPlan
     const std::int64_t width = heads.num_heads * heads.head_dim;
     check_equal("the number of rows of out", size_of(out, 0), size_of(q, 0));
     check_equal("the width of out", size_of(out, 1), width);
-    return {&kernels(), &plan, heads, false, scale, q.data(), width, out.data(), width, 1, 1, {}};
+    return {&kernels(), &plan, heads, false, scale, q.data(), width, out.data(), width};
 }
 
 void attend_cache(HeadsIn q, std::int64_t num_kv_heads, const nb::list& keys, const nb::list& values,
@@ -293,7 +296,7 @@ void bind_ops(nanobind::module_& m) {
     using namespace sakiyomi;
     using nb::arg;
     m.def("isas", [] { return available_isas(); }, "Instruction sets that run here, narrowest first, separated by blanks.");
-    m.def("isa", [] { return kernels().name; }, "The instruction set in use: portable, avx2 or avx512.");
+    m.def("isa", [] { return kernels().name; }, "The instruction set in use: portable, avx2, avx512 or amx.");
     m.def("linear", &linear, arg("x").noconvert(), arg("weight"), arg("bias").noconvert().none(), arg("out").noconvert(),
           arg("threads"), arg("fine") = false);
     m.def("rms_norm", &rms_norm, arg("x").noconvert(), arg("weight").noconvert(), arg("eps"), arg("out").noconvert(),

@@ -290,12 +290,16 @@ class DecoderStack {
         Pool::Lease lease(team_size);
         Workspace space;
         const std::int64_t copies = num_rows <= kMaxRepeatedRows ? team_size : 1;
-        const std::size_t needed = Workspace::layout(sizes_, num_rows, copies, nullptr, nullptr);
-        Workspace::layout(sizes_, num_rows, copies, lease.scratch(needed), &space);
         Attention attention{&kernel, &plan, sizes_.heads, caches.is_half(),
-                            static_cast<float>(1.0 / std::sqrt(static_cast<double>(dim))), space.qkv, sizes_.qkv_width(),
-                            space.attended, sizes_.attended_width(), 1, 1, {}};
-        attention.choose_items(team_size);
+                            static_cast<float>(1.0 / std::sqrt(static_cast<double>(dim))), nullptr, sizes_.qkv_width(),
+                            nullptr, sizes_.attended_width()};
+        attention.choose_items(team_size, caches.lengths());
+        const std::size_t work = Workspace::layout(sizes_, num_rows, copies, nullptr, nullptr);
+        std::byte* scratch = lease.scratch(work + static_cast<std::size_t>(attention.parts_bytes()));
+        Workspace::layout(sizes_, num_rows, copies, scratch, &space);
+        attention.queries = space.qkv;
+        attention.outputs = space.attended;
+        attention.parts = reinterpret_cast<float*>(scratch + work);
         std::vector<KeyRows> views(caches.size() * static_cast<std::size_t>(team_size));
         std::memcpy(out.data(), x.data(), static_cast<std::size_t>(num_rows * hidden) * sizeof(float));
         const Pass pass{kernel,           sizes_,       eps_,       num_rows, plan, caches,
