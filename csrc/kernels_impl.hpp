@@ -591,8 +591,11 @@ void attend(const AttendJob* job) {
 
 }  // namespace
 
+#include "choose_impl.hpp"
+
 #define SAKIYOMI_KERNELS(name)                                                                                     \
     {                                                                                                              \
-        name, linear_quantized, linear_dense, quantize, rms_norm, rope, to_half, from_half,      \
-            attend<uint16_t>, attend<float>, silu_mul, add_rows, argmax                                            \
+        name, linear_quantized, linear_dense, quantize, rms_norm, rope, to_half, from_half, attend<uint16_t>,      \
+            attend<float>, silu_mul, add_rows, argmax, scan_blocks, find_in_block, weigh_block, sum_blocks,        \
+            guess_block, guess_total, draw_block, bound_block                                                      \
     }

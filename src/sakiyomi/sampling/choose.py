@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sakiyomi.errors import ParameterError, SakiyomiError
-from sakiyomi.noise import NoiseKey, exact_exp, exact_log, gumbel
+from sakiyomi.noise import NoiseKey, exact_exp, exact_log, gumbel, uniform
 from sakiyomi.params import SamplingParams
 from sakiyomi.types import History
 
@@ -146,6 +146,14 @@ def race_reference(ids: Ids, probs: Float64s, key: NoiseKey, count: int = 1) -> 
     ids = ids[possible]
     noisy = exact_log(probs[possible]) + gumbel(key.seed, key.counter, ids, key.purpose)
     return [int(token) for token in ids[np.argsort(-noisy, kind="stable")[:count]]]
+
+
+def toss(key: NoiseKey) -> float:
+    """`noise.uniform` of the key."""
+    if _native is None:
+        return uniform(key)
+    number: float = _native.uniform(key.seed, key.counter, key.purpose)
+    return number
 
 
 class TokenLogprobs(NamedTuple):

@@ -15,12 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from sakiyomi.errors import ParameterError
-from sakiyomi.noise import PURPOSE_ACCEPT, PURPOSE_CORRECT, NoiseKey, Randomness, uniform
-from sakiyomi.sampling.choose import Float32s, Ids, choose, race, weigh
+from sakiyomi.noise import PURPOSE_ACCEPT, PURPOSE_CORRECT, NoiseKey, Randomness
+from sakiyomi.sampling.choose import Float32s, Ids, choose, race, toss, weigh
 from sakiyomi.tree import Draft
 from sakiyomi.types import DrawMode, History, Lossless, Output, Sequence, Verdict, Verifier
 
 Float64s = npt.NDArray[np.float64]
+
+SPARSE = 16  # a law over fewer ids than V / SPARSE is searched; one over more becomes a row of the vocabulary
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +51,12 @@ class Law:
 
     def at(self, ids: Ids) -> Float64s:
         """The probabilities of several ascending ids."""
-        return self.row() if ids.size == self.vocab_size else self.row()[ids]
+        if ids is self.ids or ids.size == self.vocab_size:
+            return self.row() if ids.size == self.vocab_size else self.probs
+        if SPARSE * min(ids.size, self.ids.size) > self.vocab_size:
+            return self.row()[ids]
+        places = np.minimum(np.searchsorted(self.ids, ids), self.ids.size - 1)
+        return np.where(self.ids[places] == ids, self.probs[places], 0.0)
 
     def row(self) -> Float64s:
         """The probabilities of all ids [V]."""
@@ -102,7 +109,7 @@ class KeyedRandomness:
 
     def flip(self, key: NoiseKey, p: float, q: float = 1.0) -> bool:
         # u is in [0, 1) and the test is strict, so that nothing of probability 0 is ever accepted; q may underflow.
-        return uniform(key) * q < p
+        return toss(key) * q < p
 
     def draw(self, key: NoiseKey, ids: Ids, probs: Float64s, count: int = 1) -> list[int]:
         return race(ids, probs, key, count)
