@@ -49,6 +49,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from identity import OWN_PROMPTS, read_spec_bench  # a script beside this one
 
 DEPTH, WIDTH, MAX_NODES = 5, 2, 14
+JOINT_RULES = {"block": "rejection", "traversal": "tree"}
 MORE_SEEDS = 4  # for coupled drafts, whose match is a fact and not an expectation
 
 
@@ -114,6 +115,8 @@ class Bench:
         self.model = loaded.model
         shallow = loaded.model.shallow(num_layers)
         self._context = DrafterContext(self.model, lambda name: shallow)
+        self.gains: dict[str, list[float]] = defaultdict(list)
+        """What the joint rule accepts more than the other, for each drawn chain and each drawn tree."""
 
     def drafter(self, draw: DrawMode, width: int = 1) -> ModelDrafter:
         config = ModelDrafter.Config(
@@ -132,8 +135,12 @@ class Bench:
             for seed in range(count):
                 sequence.seed = seed
                 draft = drafter.propose([sequence], [64])[0]
-                for rule, value in self._judge(name, draft, sequence).items():
+                judged = self._judge(name, draft, sequence)
+                for rule, value in judged.items():
                     sums[rule] += value / count
+                for joint, other in JOINT_RULES.items():
+                    if joint in judged:
+                        self.gains[joint].append(judged[joint] - judged[other])
             # The drafter's memo stays with the sequence: the cache in it serves the next kind of draft as well.
         return dict(sums)
 
@@ -226,8 +233,8 @@ def expect_accepted(make_rule: Callable[..., SampledRule], draft: Draft, laws: T
 def summarize(rows: Seq[dict[str, float]]) -> dict[str, tuple[float, float]]:
     """Mean over contexts and its standard error, for each rule and for the differences that must not be negative."""
     columns = {name: np.array([row[name] for row in rows]) for name in rows[0]}
-    columns["block - rejection"] = columns["block"] - columns["rejection"]
-    columns["traversal - tree"] = columns["traversal"] - columns["tree"]
+    for joint, other in JOINT_RULES.items():
+        columns[f"{joint} - {other}"] = columns[joint] - columns[other]
     return {name: (float(v.mean()), float(v.std() / np.sqrt(len(v)))) for name, v in columns.items()}
 
 
@@ -239,8 +246,8 @@ def run(
     num_contexts: int,
     num_seeds: int,
     num_trees: int,
-) -> tuple[dict[str, tuple[float, float]], float]:
-    """The summary of one setting, and the smallest difference between block and rejection at any context."""
+) -> tuple[dict[str, tuple[float, float]], dict[str, list[float]]]:
+    """The summary of one setting, and what each joint rule gains at each draft."""
     bench = Bench(loaded, num_layers)
     contexts = make_contexts(loaded, texts, num_contexts, temperature)
     rows = []
@@ -248,7 +255,7 @@ def run(
         rows.append(bench.measure(context, temperature, num_seeds, num_trees))
         if sys.stderr.isatty():
             print(f"\r{number + 1}/{len(contexts)}", end="", file=sys.stderr)
-    return summarize(rows), min(row["block"] - row["rejection"] for row in rows)
+    return summarize(rows), bench.gains
 
 
 def main() -> None:
@@ -270,13 +277,24 @@ def main() -> None:
     results = []
     for num_layers in args.layers:
         for temperature in args.temperatures:
-            summary, smallest = run(loaded, texts, num_layers, temperature, args.contexts, args.seeds, args.trees)
+            summary, gains = run(loaded, texts, num_layers, temperature, args.contexts, args.seeds, args.trees)
             print(f"\nfirst {num_layers} layers, temperature {temperature}: accepted tokens of {DEPTH}, per step")
             for name, (mean, error) in summary.items():
                 print(f"  {name:28} {mean:7.4f} +- {error:.4f}")
-            print(f"  smallest block - rejection at a context: {smallest:.2e}")
-            results.append({"layers": num_layers, "temperature": temperature, "summary": summary, "smallest": smallest})
-    settings = {"contexts": args.contexts, "seeds": args.seeds, "trees": args.trees, "depth": DEPTH, "width": WIDTH, "nodes": MAX_NODES}
+            losses = {}
+            for joint, values in gains.items():
+                losses[joint] = {"smallest": min(values), "share": float(np.mean(np.array(values) < -1e-12))}
+                print(f"  {joint}, drafts where it accepts less: {losses[joint]['share']:.1%} of {len(values)}", end="")
+                print(f", the smallest difference {min(values):.2e}")
+            results.append({"layers": num_layers, "temperature": temperature, "summary": summary, "losses": losses})
+    settings = {
+        "contexts": args.contexts,
+        "seeds": args.seeds,
+        "trees": args.trees,
+        "depth": DEPTH,
+        "width": WIDTH,
+        "nodes": MAX_NODES,
+    }
     print(json.dumps({"results": results, "settings": settings, "machine": platform.processor() or platform.machine()}))
 
 

@@ -23,7 +23,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -34,10 +33,10 @@ from sakiyomi import LLM, SamplingParams
 from sakiyomi.assemble import ModelOptions, load_model, make_verifier
 from sakiyomi.decode import step
 from sakiyomi.drafters.model import ModelDrafter
-from sakiyomi.models.toy import TokenCache, ToyModel
-from sakiyomi.sampling.distributions import law_of
+from sakiyomi.models.toy import TokenCache
+from sakiyomi.prove.memo import MemoModel
 from sakiyomi.tree import Draft
-from sakiyomi.types import DrafterContext, Model, Output, Sequence, Span, Verdict, Verifier
+from sakiyomi.types import DrafterContext, Output, Sequence, Verdict, Verifier
 
 sys.path.insert(0, str(Path(__file__).parent))
 from identity import OWN_PROMPTS  # a script beside this one
@@ -66,22 +65,8 @@ class Flattened(Verifier):
         return self.inner.verify(draft, output, sequence)
 
 
-def remember(model: Model, context: Seq[int]) -> ToyModel:
-    """A model whose rows behind the context are computed once, since the same few prefixes return."""
-    cache = model.new_cache()
-    model.forward([Span(cache, context[:-1], range(-1, len(context) - 2))])
-    cache.keep(range(len(context) - 1))
-
-    @lru_cache(maxsize=1000)
-    def row(path: Tokens) -> npt.NDArray[np.float32]:
-        span = Span(cache, [context[-1], *path], range(-1, len(path)), [len(path)])
-        return model.forward([span])[0].row(0).copy()
-
-    return ToyModel(lambda tokens: row(tuple(tokens[len(context) :])), model.info.vocab_size)
-
-
 def draw(
-    target: ToyModel, drafter: ModelDrafter, rule: Verifier, context: Seq[int], params: SamplingParams, count: int
+    target: MemoModel, drafter: ModelDrafter, rule: Verifier, context: Seq[int], params: SamplingParams, count: int
 ) -> Iterator[Tokens]:
     """The first tokens for each of `count` seeds."""
     for seed in range(count):
@@ -96,7 +81,7 @@ def draw(
 class Uniforms:
     """Turns tokens into numbers that are uniform under the target's law."""
 
-    def __init__(self, target: ToyModel, drafting: ToyModel, context: Seq[int], params: SamplingParams) -> None:
+    def __init__(self, target: MemoModel, drafting: MemoModel, context: Seq[int], params: SamplingParams) -> None:
         self._models = target, drafting
         self._context = list(context)
         self._params = params
@@ -121,9 +106,9 @@ class Uniforms:
         return cells
 
     def _steps_behind(self, beginning: Tokens) -> tuple[Ids, Float64s, Float64s]:
-        tokens = [*self._context, *beginning]
+        tokens = (*self._context, *beginning)
         history = Sequence("0", self._context, len(self._context), self._params, 0, TokenCache()).history(beginning)
-        p, q = (law_of(model.law(tokens), history) for model in self._models)
+        p, q = (model.law(tokens, history) for model in self._models)
         order = np.argsort(q.at(p.ids) / p.probs, kind="stable")
         return p.ids[order], np.cumsum(p.probs[order]), p.probs[order]
 
@@ -146,8 +131,8 @@ def main() -> int:
     args = parser.parse_args()
     loaded = load_model(args.model, ModelOptions(threads=args.threads))
     context = LLM.from_loaded(loaded).render([{"role": "user", "content": OWN_PROMPTS[1]}])
-    target = remember(loaded.model, context)
-    drafting = remember(loaded.model.shallow(args.layers), context)
+    target = MemoModel(loaded.model)
+    drafting = MemoModel(loaded.model.shallow(args.layers))
     results, is_good = [], True
     for temperature, top_p in SETTINGS:
         params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=None, ignore_eos=True)
@@ -168,10 +153,8 @@ def main() -> int:
             setting = {"temperature": temperature, "top_p": top_p}
             results.append({"rule": name, **setting, "chi2": statistic, "p": chance, "seconds": seconds})
             verdict = "rejected" if is_rejected else "not rejected"
-            print(
-                f"{name:10} temperature {temperature}, top_p {top_p}   chi2 {statistic:8.1f}   p {chance:.3g}   {verdict}",
-                flush=True,
-            )
+            where = f"temperature {temperature}, top_p {top_p}"
+            print(f"{name:10} {where}   chi2 {statistic:8.1f}   p {chance:.3g}   {verdict}", flush=True)
     print(json.dumps({"good": is_good, "draws": args.draws, "results": results}))
     return 0 if is_good else 1
 

@@ -673,6 +673,33 @@ std::vector<std::int64_t> race(Ids ids, Doubles probs, std::uint64_t seed, std::
     return drawn;
 }
 
+// max(0, scale * p - q) over the ids of p, and its sum by position in the order of `_sum_by_lanes`.
+nb::tuple subtract(Ids p_ids, Doubles p, Ids q_ids, Doubles q, double scale) {
+    if (p_ids.size() != p.size() || q_ids.size() != q.size()) throw std::invalid_argument("ids and probs do not fit");
+    std::vector<double> rest(p.size());
+    LaneSum sum;
+    {
+        const nb::gil_scoped_release unlocked;
+        const std::int64_t* ids = q_ids.data();
+        const std::size_t size = q_ids.size();
+        const bool is_aligned = p.size() == size && std::equal(ids, ids + size, p_ids.data());
+        std::size_t j = 0;
+        for (std::size_t i = 0; i < rest.size(); ++i) {
+            double other = 0;
+            if (is_aligned) {
+                other = q.data()[i];
+            } else {
+                while (j < size && ids[j] < p_ids.data()[i]) ++j;
+                if (j < size && ids[j] == p_ids.data()[i]) other = q.data()[j];
+            }
+            const double left = scale * p.data()[i] - other;
+            rest[i] = left > 0 ? left : 0.0;
+            sum.lanes[i % kSumLanes] += rest[i];
+        }
+    }
+    return nb::make_tuple(give(std::move(rest)), sum.total());
+}
+
 double uniform(std::uint64_t seed, std::uint64_t t, std::uint32_t purpose) {
     std::uint32_t words[4];
     philox_words(NoiseKey(seed, t, purpose), 0, words);
@@ -708,6 +735,8 @@ void bind_choose(nb::module_& m) {
           nb::arg("min_p"), "The ids [K] that the filters leave, ascending, and exp(score) of each; none for damaged rows.");
     m.def("race", &race, nb::arg("ids"), nb::arg("probs"), nb::arg("seed"), nb::arg("t"), nb::arg("purpose"),
           nb::arg("count"), "The `count` ids with the largest log(prob) + keyed Gumbel noise, in order.");
+    m.def("subtract", &subtract, nb::arg("p_ids"), nb::arg("p"), nb::arg("q_ids"), nb::arg("q"), nb::arg("scale"),
+          "max(0, scale * p - q) over the ids of p, and its sum.");
     m.def("uniform", &uniform, nb::arg("seed"), nb::arg("t"), nb::arg("purpose"), "A uniform number in [0, 1) with 53 bits.");
     m.def("gumbel", &gumbel, nb::arg("seed"), nb::arg("t"), nb::arg("ids"), "Keyed Gumbel noise, float64 [N].");
     m.def("exact_exp", [](Doubles x) { return map(x, [](double value) { return exact_exp(value); }); }, nb::arg("x"));
