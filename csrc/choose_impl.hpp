@@ -13,6 +13,59 @@ using sakiyomi::ScoreRule;
 
 enum { kVectors = kChooseBlock / 16, kSumLanes = 16 };
 
+#ifndef SAKIYOMI_HAS_WIDE_LANES
+// In plain C++, for instruction sets whose simd_*.hpp does not have them.
+
+// Lanes, as bits, with a >= b; with a nan in either.
+inline uint32_t lanes_at_least(Vf a, Vf b) {
+    float x[16], y[16];
+    store(x, a);
+    store(y, b);
+    uint32_t r = 0;
+    for (int i = 0; i < 16; ++i) r |= static_cast<uint32_t>(x[i] >= y[i]) << i;
+    return r;
+}
+inline uint32_t lanes_unordered(Vf a, Vf b) {
+    float x[16], y[16];
+    store(x, a);
+    store(y, b);
+    uint32_t r = 0;
+    for (int i = 0; i < 16; ++i) r |= static_cast<uint32_t>(x[i] != x[i] || y[i] != y[i]) << i;
+    return r;
+}
+
+// Sixteen 64-bit lanes whose low halves count; what stands in the high ones is of no interest.
+struct Vw {
+    uint64_t v[16];
+};
+inline Vw wide_from(uint32_t first) {
+    Vw r;
+    for (int i = 0; i < 16; ++i) r.v[i] = first + static_cast<uint32_t>(i);
+    return r;
+}
+inline Vw wide_set1(uint32_t x) {
+    Vw r;
+    for (int i = 0; i < 16; ++i) r.v[i] = x;
+    return r;
+}
+inline Vw wide_mul(Vw a, Vw b) {
+    for (int i = 0; i < 16; ++i) a.v[i] = (a.v[i] & 0xffffffffu) * (b.v[i] & 0xffffffffu);
+    return a;
+}
+// (product >> 32) ^ a ^ key
+inline Vw wide_mix(Vw product, Vw a, Vw key) {
+    for (int i = 0; i < 16; ++i) a.v[i] ^= product.v[i] >> 32 ^ key.v[i];
+    return a;
+}
+// The low halves: a, b, c, d of lane 0, of lane 1, and so on.
+inline void store_words(uint32_t* out, Vw a, Vw b, Vw c, Vw d) {
+    for (int i = 0; i < 16; ++i) {
+        const uint64_t words[4] = {a.v[i], b.v[i], c.v[i], d.v[i]};
+        for (int j = 0; j < 4; ++j) out[4 * i + j] = static_cast<uint32_t>(words[j]);
+    }
+}
+#endif
+
 bool scan_blocks(const float* x, int64_t num_blocks, float* maxima) {
     uint32_t nans = 0;
     for (int64_t block = 0; block < num_blocks; ++block, x += kChooseBlock) {

@@ -122,6 +122,7 @@ inline void store_int8(int8_t* p, Vi a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
 }
 
+#define SAKIYOMI_HAS_WIDE_LANES
 // Lanes, as bits, with a >= b; with a nan in either.
 inline uint32_t lanes_of(__m256 lo, __m256 hi) {
     return static_cast<uint32_t>(_mm256_movemask_ps(lo)) | static_cast<uint32_t>(_mm256_movemask_ps(hi)) << 8;

@@ -85,6 +85,7 @@ inline void store_int8(int8_t* p, Vi a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(a));
 }
 
+#define SAKIYOMI_HAS_WIDE_LANES
 // Lanes, as bits, with a >= b; with a nan in either.
 inline uint32_t lanes_at_least(Vf a, Vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
 inline uint32_t lanes_unordered(Vf a, Vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q); }

@@ -162,49 +162,6 @@ inline void store_int8(int8_t* p, Vi a) {
     LANES p[i] = static_cast<int8_t>(a.v[i] < -128 ? -128 : a.v[i] > 127 ? 127 : a.v[i]);
 }
 
-// Lanes, as bits, with a >= b; with a nan in either.
-inline uint32_t lanes_at_least(Vf a, Vf b) {
-    uint32_t r = 0;
-    LANES r |= static_cast<uint32_t>(a.v[i] >= b.v[i]) << i;
-    return r;
-}
-inline uint32_t lanes_unordered(Vf a, Vf b) {
-    uint32_t r = 0;
-    LANES r |= static_cast<uint32_t>(a.v[i] != a.v[i] || b.v[i] != b.v[i]) << i;
-    return r;
-}
-
-// Sixteen 64-bit lanes whose low halves count; what stands in the high ones is of no interest.
-struct Vw {
-    uint64_t v[16];
-};
-inline Vw wide_from(uint32_t first) {
-    Vw r;
-    LANES r.v[i] = first + static_cast<uint32_t>(i);
-    return r;
-}
-inline Vw wide_set1(uint32_t x) {
-    Vw r;
-    LANES r.v[i] = x;
-    return r;
-}
-inline Vw wide_mul(Vw a, Vw b) {
-    LANES a.v[i] = (a.v[i] & 0xffffffffu) * (b.v[i] & 0xffffffffu);
-    return a;
-}
-// (product >> 32) ^ a ^ key
-inline Vw wide_mix(Vw product, Vw a, Vw key) {
-    LANES a.v[i] ^= product.v[i] >> 32 ^ key.v[i];
-    return a;
-}
-// The low halves: a, b, c, d of lane 0, of lane 1, and so on.
-inline void store_words(uint32_t* out, Vw a, Vw b, Vw c, Vw d) {
-    LANES {
-        const uint64_t words[4] = {a.v[i], b.v[i], c.v[i], d.v[i]};
-        for (int j = 0; j < 4; ++j) out[4 * i + j] = static_cast<uint32_t>(words[j]);
-    }
-}
-
 inline Wq load_weights(const uint8_t* p) {
     Wq r;
     memcpy(r.v, p, sizeof r.v);
