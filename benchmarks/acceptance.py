@@ -37,9 +37,9 @@ from sakiyomi.decode import prefill
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.drafters.none import NoneDrafter
 from sakiyomi.noise import NoiseKey, Randomness
-from sakiyomi.sampling.distributions import Law, TargetLaws, draft_law
+from sakiyomi.sampling.distributions import Law, SampledRule, TargetLaws, draft_law
 from sakiyomi.tree import Draft
-from sakiyomi.types import Drafter, DrafterContext, DrawMode, Output, Sequence, Span, Verifier
+from sakiyomi.types import Drafter, DrafterContext, DrawMode, Output, Sequence, Span
 from sakiyomi.verify.block import joint_ratios
 from sakiyomi.verify.match import MatchVerifier
 from sakiyomi.verify.traversal import TraversalVerifier
@@ -49,6 +49,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from identity import OWN_PROMPTS, read_spec_bench  # a script beside this one
 
 DEPTH, WIDTH, MAX_NODES = 5, 2, 14
+JOINT_RULES = {"block": "rejection", "traversal": "tree"}
 MORE_SEEDS = 4  # for coupled drafts, whose match is a fact and not an expectation
 
 
@@ -114,6 +115,8 @@ class Bench:
         self.model = loaded.model
         shallow = loaded.model.shallow(num_layers)
         self._context = DrafterContext(self.model, lambda name: shallow)
+        self.gains: dict[str, list[float]] = defaultdict(list)
+        """What the joint rule accepts more than the other, for each drawn chain and each drawn tree."""
 
     def drafter(self, draw: DrawMode, width: int = 1) -> ModelDrafter:
         config = ModelDrafter.Config(
@@ -121,19 +124,23 @@ class Bench:
         )
         return ModelDrafter(config, self._context)
 
-    def measure(self, context: Context, temperature: float, num_seeds: int) -> dict[str, float]:
-        """Expected accepted tokens per rule, over the drafts of `num_seeds` seeds."""
+    def measure(self, context: Context, temperature: float, num_seeds: int, num_trees: int) -> dict[str, float]:
+        """Expected accepted tokens per rule, over the drafts of `num_seeds` seeds, and `num_trees` trees."""
         params = SamplingParams(temperature=temperature, max_tokens=None, ignore_eos=True)
         sequence = Sequence("0", list(context.tokens), context.num_prompt, params, 0, self.model.new_cache())
         prefill(self.model, NoneDrafter(), sequence)
         sums: dict[str, float] = defaultdict(float)
         for name, drafter in self._drafters().items():
-            count = {"coupled": MORE_SEEDS * num_seeds, "argmax": 1}.get(name, num_seeds)
+            count = {"coupled": MORE_SEEDS * num_seeds, "argmax": 1, "tree": num_trees}.get(name, num_seeds)
             for seed in range(count):
                 sequence.seed = seed
                 draft = drafter.propose([sequence], [64])[0]
-                for rule, value in self._judge(name, draft, sequence).items():
+                judged = self._judge(name, draft, sequence)
+                for rule, value in judged.items():
                     sums[rule] += value / count
+                for joint, other in JOINT_RULES.items():
+                    if joint in judged:
+                        self.gains[joint].append(judged[joint] - judged[other])
             # The drafter's memo stays with the sequence: the cache in it serves the next kind of draft as well.
         return dict(sums)
 
@@ -156,8 +163,9 @@ class Bench:
         if name == "chain":
             return judge_chain(draft, TargetLaws(draft, output, sequence))
         if name == "tree":
+            laws = TargetLaws(draft, output, sequence)
             rules = {"tree": TreeVerifier, "traversal": TraversalVerifier}
-            return {rule: expect_accepted(make, draft, output, sequence) for rule, make in rules.items()}
+            return {rule: expect_accepted(make, draft, laws, sequence) for rule, make in rules.items()}
         if name == "argmax":
             laws = TargetLaws(draft, output, sequence)
             probabilities = [laws.after(node - 1).probability(token) for node, token in enumerate(draft.tokens)]
@@ -213,37 +221,41 @@ def match_probability(p: Law, q: Law) -> float:
     return float((1 / (p_below / p_sorted + q_above / q_sorted)).sum())
 
 
-def expect_accepted(
-    make_rule: Callable[..., Verifier], draft: Draft, output: Output | _Kept, sequence: Sequence
-) -> float:
+def expect_accepted(make_rule: Callable[..., SampledRule], draft: Draft, laws: TargetLaws, sequence: Sequence) -> float:
     """The expected number of accepted tokens of a drawn draft, over all outcomes of the rule's coins."""
     tosser = CoinTosser()
     randomness: Randomness = tosser
     rule = make_rule(randomness=randomness)
-    outcomes = tosser.outcomes(lambda: len(rule.verify(draft, output, sequence).path))  # type: ignore[arg-type]
+    outcomes = tosser.outcomes(lambda: len(rule.judge(draft, laws, sequence).path))
     return sum(probability * length for probability, length in outcomes)
 
 
 def summarize(rows: Seq[dict[str, float]]) -> dict[str, tuple[float, float]]:
     """Mean over contexts and its standard error, for each rule and for the differences that must not be negative."""
     columns = {name: np.array([row[name] for row in rows]) for name in rows[0]}
-    columns["block - rejection"] = columns["block"] - columns["rejection"]
-    columns["traversal - tree"] = columns["traversal"] - columns["tree"]
+    for joint, other in JOINT_RULES.items():
+        columns[f"{joint} - {other}"] = columns[joint] - columns[other]
     return {name: (float(v.mean()), float(v.std() / np.sqrt(len(v)))) for name, v in columns.items()}
 
 
 def run(
-    loaded: LoadedModel, texts: Seq[str], num_layers: int, temperature: float, num_contexts: int, num_seeds: int
-) -> tuple[dict[str, tuple[float, float]], float]:
-    """The summary of one setting, and the smallest difference between block and rejection at any context."""
+    loaded: LoadedModel,
+    texts: Seq[str],
+    num_layers: int,
+    temperature: float,
+    num_contexts: int,
+    num_seeds: int,
+    num_trees: int,
+) -> tuple[dict[str, tuple[float, float]], dict[str, list[float]]]:
+    """The summary of one setting, and what each joint rule gains at each draft."""
     bench = Bench(loaded, num_layers)
     contexts = make_contexts(loaded, texts, num_contexts, temperature)
     rows = []
     for number, context in enumerate(contexts):
-        rows.append(bench.measure(context, temperature, num_seeds))
+        rows.append(bench.measure(context, temperature, num_seeds, num_trees))
         if sys.stderr.isatty():
             print(f"\r{number + 1}/{len(contexts)}", end="", file=sys.stderr)
-    return summarize(rows), min(row["block"] - row["rejection"] for row in rows)
+    return summarize(rows), bench.gains
 
 
 def main() -> None:
@@ -252,6 +264,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[27], help="first layers that draft")
     parser.add_argument("--contexts", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=4, help="drafts per context and kind")
+    parser.add_argument("--trees", type=int, default=16, help="drawn trees per context")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.5, 1.0])
     parser.add_argument("--spec-bench", type=Path, help="question.jsonl of Spec-Bench; without it three own prompts")
     parser.add_argument("--threads", type=int)
@@ -264,13 +277,24 @@ def main() -> None:
     results = []
     for num_layers in args.layers:
         for temperature in args.temperatures:
-            summary, smallest = run(loaded, texts, num_layers, temperature, args.contexts, args.seeds)
+            summary, gains = run(loaded, texts, num_layers, temperature, args.contexts, args.seeds, args.trees)
             print(f"\nfirst {num_layers} layers, temperature {temperature}: accepted tokens of {DEPTH}, per step")
             for name, (mean, error) in summary.items():
                 print(f"  {name:28} {mean:7.4f} +- {error:.4f}")
-            print(f"  smallest block - rejection at a context: {smallest:.2e}")
-            results.append({"layers": num_layers, "temperature": temperature, "summary": summary, "smallest": smallest})
-    settings = {"contexts": args.contexts, "seeds": args.seeds, "depth": DEPTH, "width": WIDTH, "nodes": MAX_NODES}
+            losses = {}
+            for joint, values in gains.items():
+                losses[joint] = {"smallest": min(values), "share": float(np.mean(np.array(values) < -1e-12))}
+                print(f"  {joint}, drafts where it accepts less: {losses[joint]['share']:.1%} of {len(values)}", end="")
+                print(f", the smallest difference {min(values):.2e}")
+            results.append({"layers": num_layers, "temperature": temperature, "summary": summary, "losses": losses})
+    settings = {
+        "contexts": args.contexts,
+        "seeds": args.seeds,
+        "trees": args.trees,
+        "depth": DEPTH,
+        "width": WIDTH,
+        "nodes": MAX_NODES,
+    }
     print(json.dumps({"results": results, "settings": settings, "machine": platform.processor() or platform.machine()}))
 
 

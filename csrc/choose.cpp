@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "kernels.hpp"
 #include "noise.hpp"
 
 namespace nb = nanobind;
@@ -22,9 +23,10 @@ using namespace sakiyomi;
 
 namespace {
 
-constexpr std::int64_t kBlock = 64;
-constexpr int kLanes = 16;
+constexpr std::int64_t kBlock = kChooseBlock;
+constexpr int kSumLanes = 16;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr double kNoLowest = -std::numeric_limits<double>::infinity();
 
 constexpr std::int64_t kHasNan = -1;
 constexpr std::int64_t kNothingLeft = -2;
@@ -34,6 +36,12 @@ struct Settings {
     double temperature, top_p, min_p;
     std::int64_t top_k;
 };
+
+// Calls visit(i) for every bit i, from the lowest.
+template <class Visit>
+void visit_bits(std::uint64_t bits, Visit visit) {
+    for (; bits != 0; bits &= bits - 1) visit(__builtin_ctzll(bits));
+}
 
 // An id in the order of the filters: a smaller key comes first.
 using Key = std::uint64_t;
@@ -57,47 +65,31 @@ struct Row {
     float max;
 
     std::int64_t num_blocks() const { return (size + kBlock - 1) / kBlock; }
-    std::int64_t block_end(std::int64_t block) const { return std::min(size, (block + 1) * kBlock); }
 };
 
 // ------------------------------------------------------------------------------------------- the largest logit
 
-// The larger of the two halves, elementwise.
-template <int kHalf>
-SAKIYOMI_INLINE void fold(const float* x, float* larger) {
-    for (int i = 0; i < kHalf; ++i) larger[i] = x[i] > x[i + kHalf] ? x[i] : x[i + kHalf];
-}
-
-// The largest of one full block; sets the flag where there is a nan.
-float scan_block(const float* x, std::int32_t* has_nan) {
-    float a[kBlock / 2], b[kBlock / 4];
-    fold<32>(x, a);
-    fold<16>(a, b);
-    fold<8>(b, a);
-    fold<4>(a, b);
-    fold<2>(b, a);
-    fold<1>(a, b);
-    std::int32_t bad = 0;
-    for (int i = 0; i < kBlock; ++i) bad |= x[i] != x[i];
-    *has_nan |= bad;
-    return b[0];
+// The logits of a block, padded with -inf where the row ends inside it.
+const float* padded_block(const float* logits, std::int64_t size, std::int64_t block, float buffer[kBlock]) {
+    const float* first = logits + block * kBlock;
+    const std::int64_t count = std::min(kBlock, size - block * kBlock);
+    if (count == kBlock) return first;
+    std::fill(std::copy(first, first + count, buffer), buffer + kBlock, -kInfinity);
+    return buffer;
 }
 
 // Fills `block_max`; returns false where there is a nan.
 bool scan(const float* logits, std::int64_t size, std::vector<float>& block_max, float* max) {
     block_max.resize((size + kBlock - 1) / kBlock);
-    std::int32_t has_nan = 0;
     const std::int64_t num_full = size / kBlock;
-    for (std::int64_t block = 0; block < num_full; ++block) {
-        block_max[block] = scan_block(logits + block * kBlock, &has_nan);
-    }
+    bool has_nan = kernels().scan_blocks(logits, num_full, block_max.data());
     if (size % kBlock != 0) {
         float padded[kBlock];
-        std::fill(std::copy(logits + num_full * kBlock, logits + size, padded), padded + kBlock, -kInfinity);
-        block_max[num_full] = scan_block(padded, &has_nan);
+        has_nan |= kernels().scan_blocks(padded_block(logits, size, num_full, padded), 1, &block_max[num_full]);
     }
+    if (has_nan) return false;
     *max = *std::max_element(block_max.begin(), block_max.end());
-    return has_nan == 0;
+    return true;
 }
 
 std::int64_t first_largest(const Row& row) {
@@ -125,19 +117,23 @@ float logit_of(Key key) {
 
 std::uint32_t id_of(Key key) { return static_cast<std::uint32_t>(key); }
 
+// Calls visit(id, logit) for the logits of a block in [low, high) that are above -inf, by ascending id.
+template <class Visit>
+void visit_block(const Row& row, std::int64_t block, float low, float high, Visit visit) {
+    float buffer[kBlock];
+    const float* logits = padded_block(row.logits, row.size, block, buffer);
+    std::uint64_t bits = kernels().find_in_block(logits, low);
+    if (high <= row.block_max[block]) bits &= ~kernels().find_in_block(logits, high);
+    visit_bits(bits, [&](int i) { visit(static_cast<std::uint32_t>(block * kBlock + i), logits[i]); });
+}
+
 // The keys, by ascending id, of the logits in [low, high) that are above -inf.
 void gather(const Row& row, float low, float high, std::vector<Key>& keys) {
-    std::size_t count = 0;
+    keys.clear();
     for (std::int64_t block = 0; block < row.num_blocks(); ++block) {
         if (row.block_max[block] < low) continue;
-        if (keys.size() < count + kBlock) keys.resize(2 * count + kBlock);
-        for (std::int64_t id = block * kBlock; id < row.block_end(block); ++id) {
-            const float logit = row.logits[id];
-            keys[count] = key_of(logit, static_cast<std::uint32_t>(id));
-            count += (logit >= low) & (logit < high) & (logit > -kInfinity);
-        }
+        visit_block(row, block, low, high, [&](std::uint32_t id, float logit) { keys.push_back(key_of(logit, id)); });
     }
-    keys.resize(count);
 }
 
 // Sorts keys that stand by ascending id.
@@ -160,62 +156,33 @@ void sort_keys(std::vector<Key>& keys, std::vector<Key>& spare) {
 
 // ------------------------------------------------------------------------------------------- scores and weights
 
-// Compiled for wider vectors too, picked when the program is loaded. The operations and their order are the same, and
-// none is contracted, so every variant gives the same bits.
-#if defined(__x86_64__) && defined(__ELF__) && defined(__GNUC__) && !defined(__clang__) \
-    && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-#define SAKIYOMI_CLONES __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
-#else
-#define SAKIYOMI_CLONES
-#endif
-
 // A token's logit over the temperature, 0 for the most probable.
 double score_of(float logit, float max, double temperature) {
     return (static_cast<double>(logit) - static_cast<double>(max)) / temperature;
 }
 
-// exp(score) of 64 logits; 0 for scores below `lowest`.
-SAKIYOMI_CLONES void compute_weights(const float* logits, float max, double temperature, double lowest, double* weights) {
-    double scores[kBlock];
-    for (int i = 0; i < kBlock; ++i) scores[i] = score_of(logits[i], max, temperature);
-    for (int i = 0; i < kBlock; ++i) weights[i] = scores[i] > kExpLowest ? scores[i] : kExpLowest;
-    for (int i = 0; i < kBlock; ++i) weights[i] = exp_inside(weights[i]);
-    if (lowest == -std::numeric_limits<double>::infinity()) return;
-    for (int i = 0; i < kBlock; ++i) weights[i] = scores[i] >= lowest ? weights[i] : 0.0;
-}
-
 // A sum in the order of `_sum_by_lanes`.
 struct LaneSum {
-    double lanes[kLanes] = {};
+    double lanes[kSumLanes] = {};
 
     double total() {
-        for (int half = kLanes / 2; half > 0; half /= 2) {
+        for (int half = kSumLanes / 2; half > 0; half /= 2) {
             for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
         }
         return lanes[0];
     }
 };
 
-// The logits of a block, padded with -inf where the row ends inside it.
-const float* padded_block(const Row& row, std::int64_t block, float buffer[kBlock]) {
-    const float* logits = row.logits + block * kBlock;
-    const std::int64_t count = row.block_end(block) - block * kBlock;
-    if (count == kBlock) return logits;
-    std::fill(std::copy(logits, logits + count, buffer), buffer + kBlock, -kInfinity);
-    return buffer;
-}
-
 // The sum of exp(score) over the scores of at least `lowest`.
 double total_weight(const Row& row, double temperature, double lowest) {
     LaneSum sum;
-    float buffer[kBlock];
-    double weights[kBlock];
-    for (std::int64_t block = 0; block < row.num_blocks(); ++block) {
-        if (score_of(row.block_max[block], row.max, temperature) < lowest) continue;
-        compute_weights(padded_block(row, block, buffer), row.max, temperature, lowest, weights);
-        for (int start = 0; start < kBlock; start += kLanes) {
-            for (int lane = 0; lane < kLanes; ++lane) sum.lanes[lane] += weights[start + lane];
-        }
+    const ScoreRule rule{row.max, temperature, lowest};
+    const std::int64_t num_full = row.size / kBlock;
+    kernels().sum_blocks(row.logits, num_full, row.block_max, &rule, sum.lanes);
+    if (num_full < row.num_blocks()) {
+        float buffer[kBlock];
+        const float* logits = padded_block(row.logits, row.size, num_full, buffer);
+        kernels().sum_blocks(logits, 1, row.block_max + num_full, &rule, sum.lanes);
     }
     return sum.total();
 }
@@ -225,11 +192,12 @@ template <class Visit>
 bool visit_weights(const std::vector<Key>& keys, float max, double temperature, Visit visit) {
     float logits[kBlock];
     double weights[kBlock];
+    const ScoreRule rule{max, temperature, kNoLowest};
     for (std::size_t start = 0; start < keys.size(); start += kBlock) {
         const std::size_t count = std::min<std::size_t>(kBlock, keys.size() - start);
         std::fill(logits, logits + kBlock, -kInfinity);
         for (std::size_t i = 0; i < count; ++i) logits[i] = logit_of(keys[start + i]);
-        compute_weights(logits, max, temperature, -std::numeric_limits<double>::infinity(), weights);
+        kernels().weigh_block(logits, &rule, weights);
         for (std::size_t i = 0; i < count; ++i) {
             if (visit(keys[start + i], weights[i])) return true;
         }
@@ -240,7 +208,7 @@ bool visit_weights(const std::vector<Key>& keys, float max, double temperature, 
 double total_weight(const std::vector<Key>& keys, float max, double temperature) {
     LaneSum sum;
     visit_weights(keys, max, temperature, [&](Key key, double weight) {
-        sum.lanes[id_of(key) % kLanes] += weight;
+        sum.lanes[id_of(key) % kSumLanes] += weight;
         return false;
     });
     return sum.total();
@@ -276,22 +244,139 @@ bool reach(const std::vector<Key>& sorted, float max, double temperature, double
     });
 }
 
-// The last key of the nucleus, searched band by band from the largest logit down.
+// Calls visit(low, high) for bands of logits from the largest down, until it returns true.
+template <class Visit>
+void visit_bands(const Row& row, double temperature, Visit visit) {
+    float high = kInfinity;
+    for (const double depth : {3.0, 6.0, 9.0, 12.0, 15.0, 18.0, 24.0, std::numeric_limits<double>::infinity()}) {
+        const double edge = static_cast<double>(row.max) - depth * temperature;
+        const float low = edge > -std::numeric_limits<float>::max() ? static_cast<float>(edge) : -kInfinity;
+        if (visit(low, high) || low == -kInfinity) return;
+        high = low;
+    }
+}
+
+// The last key of the nucleus.
 Key find_top_p(const Row& row, const Settings& settings, double lowest, Scratch& scratch) {
     const double goal = settings.top_p * total_weight(row, settings.temperature, lowest);
     double sum = 0;
     Key last = kLastKey;
-    float high = kInfinity;
-    for (const double depth : {3.0, 6.0, 9.0, 12.0, 15.0, 18.0, 24.0, std::numeric_limits<double>::infinity()}) {
-        const double edge = static_cast<double>(row.max) - depth * settings.temperature;
-        const float low = edge > -std::numeric_limits<float>::max() ? static_cast<float>(edge) : -kInfinity;
+    visit_bands(row, settings.temperature, [&](float low, float high) {
         gather(row, low, high, scratch.keys);
         sort_keys(scratch.keys, scratch.spare);
-        if (reach(scratch.keys, row.max, settings.temperature, goal, &sum, &last)) return last;
-        if (low == -kInfinity) break;
-        high = low;
+        return reach(scratch.keys, row.max, settings.temperature, goal, &sum, &last);
+    });
+    return last;
+}
+
+// What single precision tells of a nucleus: keys up to `sure` are in, and keys behind `maybe` are not.
+struct Nucleus {
+    Key sure = 0, maybe = 0;
+
+    bool is_certain() const { return sure == maybe; }
+};
+
+// The scores that weigh something average less than log(vocabulary) below 0, so a guessed sum is off by less than
+// 2e-7 (1 + log(2^20)) + 5e-7 of the whole; two such sums are compared.
+constexpr double kGuessError = 1e-5;
+constexpr std::int64_t kMostGuessed = std::int64_t{1} << 20;
+
+bool can_guess(const Row& row, const Settings& settings) {
+    const bool is_top_p_alone = settings.top_p < 1 && settings.min_p == 0 && !(settings.top_k > 0 && settings.top_k < row.size);
+    return is_top_p_alone && row.size <= kMostGuessed && settings.temperature >= 1e-6 && settings.temperature <= 1e4;
+}
+
+// Finds the nucleus from guessed weights: whole buckets of logits are added while they are surely in, and only the keys
+// of those around its end are sorted.
+class NucleusSearch {
+  public:
+    NucleusSearch(const Row& row, const Settings& settings, Scratch& scratch)
+        : row_(row), temperature_(settings.temperature), rule_{row.max, settings.temperature, kNoLowest}, scratch_(scratch) {
+        const std::int64_t num_full = row.size / kBlock;
+        double total = kernels().guess_total(row.logits, num_full, &rule_);
+        if (num_full < row.num_blocks()) {
+            float buffer[kBlock];
+            total += kernels().guess_total(padded_block(row.logits, row.size, num_full, buffer), 1, &rule_);
+        }
+        sure_goal_ = (settings.top_p - kGuessError) * total;
+        maybe_goal_ = (settings.top_p + kGuessError) * total;
+        is_open_ = settings.top_p + 2 * kGuessError >= 1;  // that all ids together reach the goal is not sure
     }
-    return kLastKey;
+
+    Nucleus run() {
+        visit_bands(row_, temperature_, [&](float low, float high) {
+            gather(row_, low, high, scratch_.keys);
+            if (scratch_.keys.size() <= kBlock) {
+                add_sorted(scratch_.keys);
+            } else {
+                add_buckets(low, std::min(high, row_.max));
+            }
+            return is_over();
+        });
+        if (is_open_ || !is_over()) found_.maybe = kLastKey;
+        return found_;
+    }
+
+  private:
+    static constexpr int kBuckets = 256;
+
+    bool is_over() const { return sum_ >= (is_open_ ? sure_goal_ : maybe_goal_); }
+
+    void add_sorted(std::vector<Key>& keys) {
+        std::sort(keys.begin(), keys.end());
+        visit_guesses(keys, [&](Key key, float weight) {
+            if (sum_ < sure_goal_) found_.sure = key;
+            if (sum_ < maybe_goal_) found_.maybe = key;
+            sum_ += weight;
+        });
+    }
+
+    void add_buckets(float low, float high) {
+        const float scale = low == -kInfinity || low == high ? 0.0f : kBuckets / (high - low);
+        const auto bucket_of = [&](Key key) {
+            return scale == 0 ? 0 : std::min(kBuckets - 1, static_cast<int>((high - logit_of(key)) * scale));
+        };
+        double sums[kBuckets] = {};
+        visit_guesses(scratch_.keys, [&](Key key, float weight) { sums[bucket_of(key)] += weight; });
+        int first = 0;  // of the buckets that are looked into
+        for (; first < kBuckets && sum_ + sums[first] < sure_goal_; ++first) sum_ += sums[first];
+        int end = first;
+        for (double reached = sum_; end < kBuckets && reached < maybe_goal_; ++end) reached += sums[end];
+        Key before = 0;  // the last key of the buckets that were added whole
+        auto& near = scratch_.spare;
+        near.clear();
+        for (const Key key : scratch_.keys) {
+            const int bucket = bucket_of(key);
+            if (bucket < first) before = std::max(before, key);
+            if (bucket >= first && bucket < end) near.push_back(key);
+        }
+        if (before != 0) found_ = Nucleus{before, before};
+        add_sorted(near);
+    }
+
+    template <class Visit>
+    void visit_guesses(const std::vector<Key>& keys, Visit visit) {
+        float logits[kBlock], weights[kBlock];
+        for (std::size_t start = 0; start < keys.size(); start += kBlock) {
+            const std::size_t count = std::min<std::size_t>(kBlock, keys.size() - start);
+            std::fill(logits, logits + kBlock, -kInfinity);
+            for (std::size_t i = 0; i < count; ++i) logits[i] = logit_of(keys[start + i]);
+            kernels().guess_block(logits, &rule_, weights);
+            for (std::size_t i = 0; i < count; ++i) visit(keys[start + i], weights[i]);
+        }
+    }
+
+    const Row& row_;
+    double temperature_;
+    ScoreRule rule_;
+    Scratch& scratch_;
+    double sure_goal_, maybe_goal_, sum_ = 0;
+    bool is_open_;
+    Nucleus found_;
+};
+
+Nucleus guess_top_p(const Row& row, const Settings& settings, Scratch& scratch) {
+    return NucleusSearch(row, settings, scratch).run();
 }
 
 // The same among the ids in scratch.keys.
@@ -313,8 +398,8 @@ struct Cut {
     Key last;
 };
 
-Cut find_cut(const Row& row, const Settings& settings, Scratch& scratch) {
-    Cut cut{settings.min_p > 0 ? exact_log(settings.min_p) : -std::numeric_limits<double>::infinity(), kLastKey};
+Cut find_exact_cut(const Row& row, const Settings& settings, Scratch& scratch) {
+    Cut cut{settings.min_p > 0 ? exact_log(settings.min_p) : kNoLowest, kLastKey};
     const bool has_top_k = settings.top_k > 0 && settings.top_k < row.size;
     if (has_top_k) cut.last = find_top_k(row, settings.top_k, scratch);
     if (settings.top_p < 1) {
@@ -325,85 +410,75 @@ Cut find_cut(const Row& row, const Settings& settings, Scratch& scratch) {
     return cut;
 }
 
+// The same, by a guess where it is as good.
+Cut find_cut(const Row& row, const Settings& settings, Scratch& scratch) {
+    if (can_guess(row, settings)) {
+        const Nucleus nucleus = guess_top_p(row, settings, scratch);
+        if (nucleus.is_certain()) return {kNoLowest, nucleus.sure};
+    }
+    return find_exact_cut(row, settings, scratch);
+}
+
 // ------------------------------------------------------------------------------------------- noise
 
 // The running argmax of score + noise.
 class Race {
   public:
-    Race(const Row& row, const Settings& settings, double lowest, Key last)
-        : row_(row), temperature_(settings.temperature), lowest_(lowest), last_(last),
-          key_(settings.seed, settings.position) {}
+    Race(const Row& row, const Settings& settings, const Cut& cut)
+        : row_(row), rule_{row.max, settings.temperature, cut.lowest}, last_(cut.last),
+          floor_(cut.last == kLastKey ? -kInfinity : logit_of(cut.last)), key_(settings.seed, settings.position),
+          // Outside this range of temperatures a float could underflow where a double does not.
+          has_bounds_(settings.temperature >= 1e-30 && settings.temperature <= 1e4) {}
 
     // Every id of the block that the filters leave.
     void enter_block(std::int64_t block) {
-        if (may_win(block)) run_block(block);
+        if (row_.block_max[block] < floor_) return;
+        const double score = score_of(row_.block_max[block], row_.max, rule_.temperature);
+        if (score >= rule_.lowest && !(score + kGumbelMax < best_)) run_block(block);
     }
 
     std::int64_t winner() const { return winner_; }
 
   private:
-    bool may_win(std::int64_t block) const {
-        const double score = score_of(row_.block_max[block], row_.max, temperature_);
-        return score >= lowest_ && !(score + kGumbelMax < best_) && key_of(row_.block_max[block], 0) <= last_;
+    void run_block(std::int64_t block) {
+        float buffer[kBlock];
+        std::uint32_t words[kBlock];
+        const auto first_id = static_cast<std::uint32_t>(block * kBlock);
+        const float* logits = padded_block(row_.logits, row_.size, block, buffer);
+        kernels().draw_block(&key_, first_id / 4, words);
+        std::uint64_t bits = kernels().find_in_block(logits, floor_);
+        if (has_bounds_) bits &= kernels().bound_block(logits, &rule_, words, static_cast<float>(best_));
+        visit_bits(bits, [&](int i) { enter(logits[i], first_id + static_cast<std::uint32_t>(i), words[i]); });
     }
 
-    void run_block(std::int64_t block);
-    void enter(float logit, std::uint32_t id, std::uint32_t word);
+    void enter(float logit, std::uint32_t id, std::uint32_t word) {
+        const double score = score_of(logit, row_.max, rule_.temperature);
+        if (score < rule_.lowest || key_of(logit, id) > last_) return;
+        const double noisy = score + gumbel_of(word);
+        if (noisy > best_ || (noisy == best_ && id < winner_)) {
+            best_ = noisy;
+            winner_ = id;
+        }
+    }
 
     const Row& row_;
-    double temperature_;
-    double lowest_;
+    ScoreRule rule_;
     Key last_;
+    float floor_;  // the smallest logit that may be in
     NoiseKey key_;
-    double best_ = -std::numeric_limits<double>::infinity();
+    bool has_bounds_;
+    double best_ = kNoLowest;
     std::int64_t winner_ = kNothingLeft;
 };
 
-// Upper bounds, in float, of score + noise for 64 ids. The noise -log(-log(1 - u)) is below -log(u), and log2(u) is
-// above what the bits of a float say when read as a fixed-point number.
-void bound_scores(const float* logits, const std::uint32_t* words, float max, float inverse_temperature,
-                  float* bounds) {
-    constexpr float kLn2 = 0.69314718f, kSlack = 0.01f;
-    for (int i = 0; i < kBlock; ++i) {
-        const auto half = static_cast<float>(static_cast<std::int32_t>(words[i] >> 1));  // at most 2^31 u
-        std::int32_t bits;
-        std::memcpy(&bits, &half, sizeof bits);
-        const float log2_u = static_cast<float>(bits) * 0x1p-23f - (127.0f + 31.0f);
-        bounds[i] = (logits[i] - max) * inverse_temperature + (kSlack - kLn2 * log2_u);
+// The id with the largest score + noise of those that the cut leaves; `best` is the id with the largest score.
+std::int64_t run_race(const Row& row, const Settings& settings, const Cut& cut, std::int64_t best) {
+    Race race(row, settings, cut);
+    race.enter_block(best / kBlock);
+    for (std::int64_t block = 0; block < row.num_blocks(); ++block) {
+        if (block != best / kBlock) race.enter_block(block);
     }
-}
-
-void Race::run_block(std::int64_t block) {
-    const auto first_id = static_cast<std::uint32_t>(block * kBlock);
-    float buffer[kBlock], bounds[kBlock];
-    std::uint32_t words[kBlock];
-    const float* logits = padded_block(row_, block, buffer);
-    for (std::uint32_t group = 0; group < kBlock / 4; ++group) {
-        philox_words(key_, first_id / 4 + group, words + 4 * group);
-    }
-    // Outside this range of temperatures a float could underflow where a double does not.
-    if (temperature_ >= 1e-30 && temperature_ <= 1e4) {
-        bound_scores(logits, words, row_.max, static_cast<float>(1.0 / temperature_), bounds);
-    } else {
-        std::fill(bounds, bounds + kBlock, kInfinity);
-    }
-    const auto hurdle = static_cast<float>(best_);
-    std::int32_t any_open = 0;
-    for (int i = 0; i < kBlock; ++i) any_open |= bounds[i] >= hurdle;
-    if (!any_open) return;
-    for (int i = 0; i < kBlock; ++i) {
-        if (bounds[i] >= hurdle) enter(logits[i], first_id + static_cast<std::uint32_t>(i), words[i]);
-    }
-}
-
-void Race::enter(float logit, std::uint32_t id, std::uint32_t word) {
-    const double score = score_of(logit, row_.max, temperature_);
-    if (logit == -kInfinity || score < lowest_ || key_of(logit, id) > last_) return;
-    const double noisy = score + gumbel_of(word);
-    if (noisy > best_ || (noisy == best_ && id < winner_)) {
-        best_ = noisy;
-        winner_ = id;
-    }
+    return race.winner();
 }
 
 // ------------------------------------------------------------------------------------------- choosing
@@ -429,13 +504,12 @@ std::int64_t choose_row(const float* logits, std::int64_t size, const Settings& 
     const std::int64_t best = first_largest(row);
     if (settings.temperature == 0) return best;
 
-    const Cut cut = find_cut(row, settings, scratch);
-    Race race(row, settings, cut.lowest, cut.last);
-    race.enter_block(best / kBlock);
-    for (std::int64_t block = 0; block < row.num_blocks(); ++block) {
-        if (block != best / kBlock) race.enter_block(block);
+    if (can_guess(row, settings)) {  // most often it is enough to know that the winner is in
+        const Nucleus nucleus = guess_top_p(row, settings, scratch);
+        const std::int64_t winner = run_race(row, settings, {kNoLowest, nucleus.maybe}, best);
+        if (key_of(row.logits[winner], static_cast<std::uint32_t>(winner)) <= nucleus.sure) return winner;
     }
-    return race.winner();
+    return run_race(row, settings, find_exact_cut(row, settings, scratch), best);
 }
 
 // ------------------------------------------------------------------------------------------- laws
@@ -444,20 +518,28 @@ std::int64_t choose_row(const float* logits, std::int64_t size, const Settings& 
 void weigh_row(const Row& row, const Settings& settings, Scratch& scratch, std::vector<std::int64_t>& ids,
                std::vector<double>& weights) {
     const Cut cut = find_cut(row, settings, scratch);
+    const float floor = cut.last == kLastKey ? -kInfinity : logit_of(cut.last);
+    const ScoreRule rule{row.max, settings.temperature, kNoLowest};
     float buffer[kBlock];
     double block_weights[kBlock];
     for (std::int64_t block = 0; block < row.num_blocks(); ++block) {
+        if (row.block_max[block] < floor || row.block_max[block] == -kInfinity) continue;
         if (score_of(row.block_max[block], row.max, settings.temperature) < cut.lowest) continue;
-        if (key_of(row.block_max[block], 0) > cut.last) continue;
-        const float* logits = padded_block(row, block, buffer);
-        compute_weights(logits, row.max, settings.temperature, cut.lowest, block_weights);
-        for (int i = 0; i < kBlock; ++i) {
+        const float* logits = padded_block(row.logits, row.size, block, buffer);
+        kernels().weigh_block(logits, &rule, block_weights);
+        const std::uint64_t bits = kernels().find_in_block(logits, floor);
+        if (floor == -kInfinity && cut.lowest == kNoLowest && ~bits == 0) {  // nothing of the block is filtered out
+            for (int i = 0; i < kBlock; ++i) ids.push_back(block * kBlock + i);
+            weights.insert(weights.end(), block_weights, block_weights + kBlock);
+            continue;
+        }
+        visit_bits(bits, [&](int i) {
             const std::int64_t id = block * kBlock + i;
-            if (logits[i] == -kInfinity || key_of(logits[i], static_cast<std::uint32_t>(id)) > cut.last) continue;
-            if (score_of(logits[i], row.max, settings.temperature) < cut.lowest) continue;
+            if (key_of(logits[i], static_cast<std::uint32_t>(id)) > cut.last) return;
+            if (score_of(logits[i], row.max, settings.temperature) < cut.lowest) return;
             ids.push_back(id);
             weights.push_back(block_weights[i]);
-        }
+        });
     }
 }
 
@@ -484,7 +566,9 @@ std::vector<Runner> race_among(const std::int64_t* ids, const double* probs, std
     float bounds[kBlock];
     for (std::size_t start = 0; start < size; start += kBlock) {
         const std::size_t length = std::min<std::size_t>(kBlock, size - start);
-        for (std::size_t i = 0; i < length;) {
+        const bool is_run = length == kBlock && ids[start] % 4 == 0 && ids[start + kBlock - 1] == ids[start] + kBlock - 1;
+        if (is_run) kernels().draw_block(&key, static_cast<std::uint32_t>(ids[start] / 4), words);
+        for (std::size_t i = is_run ? length : 0; i < length;) {
             const auto id = static_cast<std::uint32_t>(ids[start + i]);
             if (id % 4 == 0 && i + 4 <= length && ids[start + i + 3] == ids[start + i] + 3) {
                 philox_words(key, id / 4, words + i);
@@ -545,7 +629,7 @@ nb::tuple summarize(Logits logits, std::int64_t top) {
         if (!scan(logits.data(), size, scratch.block_max, &max)) max = std::numeric_limits<float>::quiet_NaN();
         if (max > -kInfinity) {
             const Row row = read_row(logits.data(), size, max, scratch);
-            log_total = exact_log(total_weight(row, 1.0, -std::numeric_limits<double>::infinity()));
+            log_total = exact_log(total_weight(row, 1.0, kNoLowest));
             if (top > 0) find_top_k(row, top, scratch);
             sort_keys(scratch.keys, scratch.spare);
         }
@@ -589,6 +673,39 @@ std::vector<std::int64_t> race(Ids ids, Doubles probs, std::uint64_t seed, std::
     return drawn;
 }
 
+// max(0, scale * p - q) over the ids of p, and its sum by position in the order of `_sum_by_lanes`.
+nb::tuple subtract(Ids p_ids, Doubles p, Ids q_ids, Doubles q, double scale) {
+    if (p_ids.size() != p.size() || q_ids.size() != q.size()) throw std::invalid_argument("ids and probs do not fit");
+    std::vector<double> rest(p.size());
+    LaneSum sum;
+    {
+        const nb::gil_scoped_release unlocked;
+        const std::int64_t* ids = q_ids.data();
+        const std::size_t size = q_ids.size();
+        const bool is_aligned = p.size() == size && std::equal(ids, ids + size, p_ids.data());
+        std::size_t j = 0;
+        for (std::size_t i = 0; i < rest.size(); ++i) {
+            double other = 0;
+            if (is_aligned) {
+                other = q.data()[i];
+            } else {
+                while (j < size && ids[j] < p_ids.data()[i]) ++j;
+                if (j < size && ids[j] == p_ids.data()[i]) other = q.data()[j];
+            }
+            const double left = scale * p.data()[i] - other;
+            rest[i] = left > 0 ? left : 0.0;
+            sum.lanes[i % kSumLanes] += rest[i];
+        }
+    }
+    return nb::make_tuple(give(std::move(rest)), sum.total());
+}
+
+double uniform(std::uint64_t seed, std::uint64_t t, std::uint32_t purpose) {
+    std::uint32_t words[4];
+    philox_words(NoiseKey(seed, t, purpose), 0, words);
+    return static_cast<double>((std::uint64_t{words[0] >> 5} << 26) + (words[1] >> 6)) * 0x1p-53;
+}
+
 template <class Input, class Function>
 NewDoubles map(const Input& input, Function function) {
     const std::size_t size = input.size();
@@ -618,6 +735,9 @@ void bind_choose(nb::module_& m) {
           nb::arg("min_p"), "The ids [K] that the filters leave, ascending, and exp(score) of each; none for damaged rows.");
     m.def("race", &race, nb::arg("ids"), nb::arg("probs"), nb::arg("seed"), nb::arg("t"), nb::arg("purpose"),
           nb::arg("count"), "The `count` ids with the largest log(prob) + keyed Gumbel noise, in order.");
+    m.def("subtract", &subtract, nb::arg("p_ids"), nb::arg("p"), nb::arg("q_ids"), nb::arg("q"), nb::arg("scale"),
+          "max(0, scale * p - q) over the ids of p, and its sum.");
+    m.def("uniform", &uniform, nb::arg("seed"), nb::arg("t"), nb::arg("purpose"), "A uniform number in [0, 1) with 53 bits.");
     m.def("gumbel", &gumbel, nb::arg("seed"), nb::arg("t"), nb::arg("ids"), "Keyed Gumbel noise, float64 [N].");
     m.def("exact_exp", [](Doubles x) { return map(x, [](double value) { return exact_exp(value); }); }, nb::arg("x"));
     m.def("exact_log", [](Doubles x) { return map(x, [](double value) { return exact_log(value); }); }, nb::arg("x"));

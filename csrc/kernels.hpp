@@ -17,6 +17,7 @@ enum {
     kAttendRows = 8,  // rows that share the conversion of a block
     kPartHeader = 16, // floats before the sums of a part: the largest score, the total of the weights
     kMaxHeadDim = 512,
+    kChooseBlock = 64,  // logits whose largest is known, and which share the call of a routine
     kHalvesBytes = kLanes * 2 * 2,                // 16 scales and 16 mins in half precision, behind a group's values
 };
 
@@ -75,6 +76,14 @@ struct AttendJob {
 
 inline int64_t part_floats(int64_t head_dim) { return kPartHeader + (head_dim + kLanes - 1) / kLanes * kLanes; }
 
+struct NoiseKey;
+
+// The score of a logit: (logit - max) / temperature; those below `lowest` have no weight.
+struct ScoreRule {
+    float max;
+    double temperature, lowest;
+};
+
 struct Kernels {
     const char* name;
     int64_t attend_setup;  // what reading a key costs attention, in halves of what using it for a row and head costs
@@ -94,6 +103,21 @@ struct Kernels {
     void (*silu_mul)(const float* gate, const float* up, int64_t count, float* out);
     void (*add)(const float* x, const float* y, int64_t count, float* out);
     int64_t (*argmax)(const float* x, int64_t count);
+    // What choosing a token does with rows of logits, in blocks of kChooseBlock (choose_impl.hpp).
+    // The largest of each block; returns whether there is a nan.
+    bool (*scan_blocks)(const float* x, int64_t num_blocks, float* maxima);
+    // Bits of the logits of a block that are at least `bound` and above -inf.
+    uint64_t (*find_in_block)(const float* x, float bound);
+    // exp(score) of a block, 0 for scores below `lowest`; and the sums of blocks by id % 16, added to `lanes`.
+    void (*weigh_block)(const float* x, const ScoreRule* rule, double* weights);
+    void (*sum_blocks)(const float* x, int64_t num_blocks, const float* maxima, const ScoreRule* rule, double* lanes);
+    // The same to single precision: a weight is off by less than 2e-7 (1 + |score|) of it.
+    void (*guess_block)(const float* x, const ScoreRule* rule, float* weights);
+    double (*guess_total)(const float* x, int64_t num_blocks, const ScoreRule* rule);
+    // The random words of a block of ids from 4 * first_group on.
+    void (*draw_block)(const NoiseKey* key, uint32_t first_group, uint32_t* words);
+    // Bits of the ids of a block whose score + noise may reach `hurdle`.
+    uint64_t (*bound_block)(const float* x, const ScoreRule* rule, const uint32_t* words, float hurdle);
 };
 
 extern const Kernels kPortableKernels;

@@ -627,8 +627,11 @@ void finish_attention(const float* state, int64_t head_dim, float* out) {
 
 }  // namespace
 
+#include "choose_impl.hpp"
+
 #define SAKIYOMI_KERNELS(name, attend_setup, attend_half)                                                          \
     {                                                                                                              \
         name, attend_setup, linear_quantized, linear_dense, quantize, rms_norm, rope, to_half, from_half,          \
-            attend_half, attend<float>, join_part, finish_attention, silu_mul, add_rows, argmax                    \
+            attend_half, attend<float>, join_part, finish_attention, silu_mul, add_rows, argmax, scan_blocks,      \
+            find_in_block, weigh_block, sum_blocks, guess_block, guess_total, draw_block, bound_block              \
     }

@@ -122,6 +122,55 @@ inline void store_int8(int8_t* p, Vi a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
 }
 
+#define SAKIYOMI_HAS_WIDE_LANES
+// Lanes, as bits, with a >= b; with a nan in either.
+inline uint32_t lanes_of(__m256 lo, __m256 hi) {
+    return static_cast<uint32_t>(_mm256_movemask_ps(lo)) | static_cast<uint32_t>(_mm256_movemask_ps(hi)) << 8;
+}
+inline uint32_t lanes_at_least(Vf a, Vf b) {
+    return lanes_of(_mm256_cmp_ps(a.lo, b.lo, _CMP_GE_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_GE_OQ));
+}
+inline uint32_t lanes_unordered(Vf a, Vf b) {
+    return lanes_of(_mm256_cmp_ps(a.lo, b.lo, _CMP_UNORD_Q), _mm256_cmp_ps(a.hi, b.hi, _CMP_UNORD_Q));
+}
+
+// Sixteen 64-bit lanes whose low halves count; what stands in the high ones is of no interest.
+struct Vw {
+    __m256i v[4];
+};
+#define QUARTERS for (int i = 0; i < 4; ++i)
+inline Vw wide_set1(uint32_t x) {
+    Vw r;
+    QUARTERS r.v[i] = _mm256_set1_epi64x(x);
+    return r;
+}
+inline Vw wide_from(uint32_t first) {
+    Vw r = wide_set1(first);
+    QUARTERS r.v[i] = _mm256_add_epi64(r.v[i], _mm256_setr_epi64x(4 * i, 4 * i + 1, 4 * i + 2, 4 * i + 3));
+    return r;
+}
+inline Vw wide_mul(Vw a, Vw b) {
+    QUARTERS a.v[i] = _mm256_mul_epu32(a.v[i], b.v[i]);
+    return a;
+}
+// (product >> 32) ^ a ^ key
+inline Vw wide_mix(Vw product, Vw a, Vw key) {
+    QUARTERS a.v[i] = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(product.v[i], 32), a.v[i]), key.v[i]);
+    return a;
+}
+// The low halves: a, b, c, d of lane 0, of lane 1, and so on.
+inline void store_words(uint32_t* out, Vw a, Vw b, Vw c, Vw d) {
+    QUARTERS {
+        const __m256i ab = _mm256_blend_epi32(a.v[i], _mm256_slli_epi64(b.v[i], 32), 0xaa);
+        const __m256i cd = _mm256_blend_epi32(c.v[i], _mm256_slli_epi64(d.v[i], 32), 0xaa);
+        const __m256i even = _mm256_unpacklo_epi64(ab, cd), odd = _mm256_unpackhi_epi64(ab, cd);
+        __m256i* fours = reinterpret_cast<__m256i*>(out + 16 * i);
+        _mm256_storeu_si256(fours, _mm256_permute2x128_si256(even, odd, 0x20));
+        _mm256_storeu_si256(fours + 1, _mm256_permute2x128_si256(even, odd, 0x31));
+    }
+}
+#undef QUARTERS
+
 inline Wq load_weights(const uint8_t* p) {
     const __m256i low_bytes = _mm256_set1_epi16(0xff);
     const __m256i lo = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));

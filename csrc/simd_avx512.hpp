@@ -85,6 +85,41 @@ inline void store_int8(int8_t* p, Vi a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(a));
 }
 
+#define SAKIYOMI_HAS_WIDE_LANES
+// Lanes, as bits, with a >= b; with a nan in either.
+inline uint32_t lanes_at_least(Vf a, Vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
+inline uint32_t lanes_unordered(Vf a, Vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q); }
+
+// Sixteen 64-bit lanes whose low halves count; what stands in the high ones is of no interest.
+struct Vw {
+    __m512i lo, hi;
+};
+inline Vw wide_from(uint32_t first) {
+    const __m512i steps = _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7), start = _mm512_set1_epi64(first);
+    return {_mm512_add_epi64(start, steps), _mm512_add_epi64(start, _mm512_add_epi64(steps, _mm512_set1_epi64(8)))};
+}
+inline Vw wide_set1(uint32_t x) { return {_mm512_set1_epi64(x), _mm512_set1_epi64(x)}; }
+inline Vw wide_mul(Vw a, Vw b) { return {_mm512_mul_epu32(a.lo, b.lo), _mm512_mul_epu32(a.hi, b.hi)}; }
+inline __m512i mix_high(__m512i product, __m512i a, __m512i key) {
+    return _mm512_ternarylogic_epi64(_mm512_srli_epi64(product, 32), a, key, 0x96);
+}
+// (product >> 32) ^ a ^ key
+inline Vw wide_mix(Vw product, Vw a, Vw key) {
+    return {mix_high(product.lo, a.lo, key.lo), mix_high(product.hi, a.hi, key.hi)};
+}
+inline void store_fours(uint32_t* out, __m512i a, __m512i b, __m512i c, __m512i d) {
+    const __m512i ab = _mm512_mask_blend_epi32(0xaaaa, a, _mm512_slli_epi64(b, 32));
+    const __m512i cd = _mm512_mask_blend_epi32(0xaaaa, c, _mm512_slli_epi64(d, 32));
+    const __m512i first = _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11);
+    _mm512_storeu_si512(out, _mm512_permutex2var_epi64(ab, first, cd));
+    _mm512_storeu_si512(out + 16, _mm512_permutex2var_epi64(ab, _mm512_add_epi64(first, _mm512_set1_epi64(4)), cd));
+}
+// The low halves: a, b, c, d of lane 0, of lane 1, and so on.
+inline void store_words(uint32_t* out, Vw a, Vw b, Vw c, Vw d) {
+    store_fours(out, a.lo, b.lo, c.lo, d.lo);
+    store_fours(out + 32, a.hi, b.hi, c.hi, d.hi);
+}
+
 inline Wq load_weights(const uint8_t* p) { return _mm512_loadu_si512(p); }
 // Quads k and k + 4 of a group in four-bit storage; the latter times 16, which shift_high takes back from a sum.
 inline Wq load_low(const uint8_t* p) { return _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(0x0f)); }

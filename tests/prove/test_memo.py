@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from sakiyomi.models.toy import TokenCache, ToyModel, random_law
+from sakiyomi.params import SamplingParams
+from sakiyomi.prove import memo as memo_module
 from sakiyomi.prove.memo import MemoModel, remember
-from sakiyomi.types import Span
+from sakiyomi.sampling.distributions import law_at, law_of
+from sakiyomi.types import History, Span
 
 
 def test_rows_are_the_models_and_are_computed_once() -> None:
@@ -47,6 +51,21 @@ def test_taps_and_forgotten_rows() -> None:
     first = output.row(0).copy()
     output.row(1)
     assert np.array_equal(output.row(0), first)
+
+
+@pytest.mark.parametrize("max_laws", [1, 100])
+def test_laws_are_those_of_the_rows(monkeypatch: pytest.MonkeyPatch, max_laws: int) -> None:
+    monkeypatch.setattr(memo_module, "MAX_LAWS", max_laws)
+    memo = MemoModel(ToyModel(random_law(9, 1), 9))
+    output = memo.forward([Span(TokenCache([1, 2]), [3, 4], [-1, 0], [0, 1])])[0]
+    settings = [SamplingParams(temperature=t, frequency_penalty=f) for t in (0.5, 1.0) for f in (0.0, 1.0)]
+    for _ in range(2):
+        for params in settings:
+            for i, path in enumerate([(), (4,)]):
+                history = History([1, 2, 3], 1, params, 0, path=path)
+                law, expected = law_at(output, i, history), law_of(output.row(i), history)
+                assert law.probs.tolist() == expected.probs.tolist()
+    assert law_at(output, 1, history) is law  # the last one is remembered in either case
 
 
 def test_a_model_has_one_memory() -> None:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +21,18 @@ from scipy import stats
 
 from sakiyomi.errors import ParameterError, SakiyomiError
 from sakiyomi.noise import exact_exp, exact_log, gumbel
+from sakiyomi.ops import native
 from sakiyomi.params import SamplingParams
 from sakiyomi.sampling import choose as module
-from sakiyomi.sampling.choose import choose, choose_reference, filter_scores, log_probs, process_logits
+from sakiyomi.sampling.choose import (
+    choose,
+    choose_reference,
+    filter_scores,
+    log_probs,
+    process_logits,
+    weigh,
+    weigh_reference,
+)
 from sakiyomi.types import History
 
 needs_native = pytest.mark.skipif(module._native is None, reason="the native extension is not built")
@@ -110,6 +124,39 @@ def test_cpp_chooses_what_the_reference_chooses(seed: int):
 def test_cpp_chooses_what_the_reference_chooses_in_large_vocabularies():
     for row, history in random_rows(99, 400, lambda rng: int(rng.choice([49152, 49152, 5000, 32001]))):
         assert outcome(choose, row, history) == outcome(choose_reference, row, history), history.params
+
+
+@needs_native
+def test_laws_over_large_vocabularies_are_the_references():
+    """Also where single precision cannot tell the end of the nucleus, which is where it is far down a flat law."""
+    rng = np.random.default_rng(12)
+    for row, history in random_rows(98, 120, lambda rng: int(rng.choice([49152, 5000, 32001]))):
+        params = replace(history.params, temperature=rng.choice([1.0, 0.7, 3.0]), top_p=rng.choice([0.9, 0.5, 0.999]))
+        plain = process_logits(row, history)
+        if np.isnan(plain).any():
+            continue
+        ids, weights = weigh(row, replace(history, params=params))
+        wanted_ids, wanted_weights = weigh_reference(plain, params)
+        assert ids.tolist() == wanted_ids.tolist()
+        assert weights.tobytes() == wanted_weights.tobytes()
+
+
+@needs_native
+@pytest.mark.skipif("SAKIYOMI_ISA" in os.environ, reason="already running on a forced instruction set")
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
+def test_every_instruction_set_chooses_alike(isa: str):
+    if isa not in native.list_isas() or isa == native.NativeOps(threads=1).isa:
+        pytest.skip(f"this machine has no {isa}, or it is this run's own")
+    files = [Path(__file__), Path(__file__).parents[1] / "verify" / "test_rules.py"]
+    names = "large_vocabularies or any_row or log_probs_equal or numpys"
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", names, *map(str, files)],
+        env={**os.environ, "SAKIYOMI_ISA": isa},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout[-3000:]
+    assert "7 passed" in result.stdout
 
 
 @needs_native

@@ -205,6 +205,7 @@ def test_the_worked_example_of_block_verification() -> None:
     [
         ("rejection", "block", (1, 1, 1)),
         ("tree", "traversal", (2, 1)),
+        ("tree", "traversal", (1, 2)),
         ("tree", "traversal", (1, 1, 1)),
     ],
     ids=str,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -13,7 +14,9 @@ from enumeration import PROMPT, ConstantTable, Table, TreeDrafter, emitted_law
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sakiyomi.assemble import make_verifier
+from sakiyomi import LLM
+from sakiyomi.assemble import choose_drafter, make_verifier
+from sakiyomi.cli.options import EngineOptions
 from sakiyomi.decode import prefill, step
 from sakiyomi.drafters.planted import PlantedDrafter
 from sakiyomi.errors import ParameterError
@@ -65,6 +68,17 @@ def test_lossy_rules_need_consent(name: str) -> None:
         with pytest.raises(ParameterError, match=f"{name}:lossy=true"):
             make_verifier(spec)
     assert make_verifier(f"{name}:lossy=true").is_lossless == "no"
+
+
+def test_only_who_builds_the_engine_can_choose_one() -> None:
+    """No default, no key of vLLM's configuration and no field of a request names a verifier."""
+    for build in (LLM, LLM.from_loaded, EngineOptions):
+        assert inspect.signature(build).parameters["verifier"].default == "match"
+    for key in ("verifier", "lossy", "acceptance_method", "rejection_sample_method"):
+        with pytest.raises(ParameterError, match=key):
+            choose_drafter(None, {"method": "ngram", key: "typical"}, {}, ())
+    fields = {*SamplingParams.__dataclass_fields__, *Sequence.__dataclass_fields__}
+    assert not any("verif" in name or "lossy" in name for name in fields)
 
 
 @pytest.mark.parametrize(

@@ -88,13 +88,16 @@ def test_sharing_the_noise_guesses_right_more_often() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_real_model_with_trees_of_its_first_layers(model_path: Path, temperature: float) -> None:
+    """Two samples of each prompt, four sequences at a time, with neighbours in two orders, and after a restart."""
     loaded = load_model(str(model_path), ModelOptions())
-    shallow = loaded.model.shallow(27)
     prompts = [[504 + 7 * i, 1000 + i, 260, 3, 57 * i + 5] for i in range(4)]
     params = SamplingParams(temperature=temperature, top_p=0.95, seed=3, n=2, max_tokens=8)
     plain = LLM.from_loaded(loaded, max_num_seqs=1).generate(prompts, params, use_tqdm=False)
-    llm = LLM.from_loaded(loaded, drafter=model_drafter(shallow, width=3, max_nodes=12), max_num_seqs=8)
-    outputs = llm.generate(prompts[::-1], params, use_tqdm=False)[::-1]
-    for output, expected in zip(outputs, plain, strict=True):
-        assert [one.token_ids for one in output.outputs] == [one.token_ids for one in expected.outputs]
-    assert sum(output.speculation.num_accepted_tokens for output in outputs) > 0
+    restarted = load_model(str(model_path), ModelOptions(threads=1))
+    for model, order in ((loaded, (3, 2, 1, 0)), (restarted, (2, 0, 3, 1))):
+        drafter = model_drafter(model.model.shallow(27), width=3, max_nodes=12)
+        llm = LLM.from_loaded(model, drafter=drafter, max_num_seqs=4)
+        outputs = llm.generate([prompts[i] for i in order], params, use_tqdm=False)
+        for i, output in zip(order, outputs, strict=True):
+            assert [one.token_ids for one in output.outputs] == [one.token_ids for one in plain[i].outputs]
+        assert sum(output.speculation.num_accepted_tokens for output in outputs) > 0

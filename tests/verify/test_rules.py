@@ -20,7 +20,17 @@ from sakiyomi.errors import ParameterError, SakiyomiError, UnknownNameError
 from sakiyomi.models.toy import ToyModel, random_law
 from sakiyomi.noise import PURPOSE_ACCEPT, PURPOSE_DRAFT, NoiseKey, uniform
 from sakiyomi.params import SamplingParams
-from sakiyomi.sampling.choose import choose, race, race_reference, rank, weigh, weigh_reference
+from sakiyomi.sampling.choose import (
+    choose,
+    race,
+    race_reference,
+    rank,
+    subtract,
+    subtract_reference,
+    toss,
+    weigh,
+    weigh_reference,
+)
 from sakiyomi.sampling.distributions import KeyedRandomness, Law, law_of
 from sakiyomi.tree import Draft
 from sakiyomi.types import Drafter, DrafterContext, History, Sequence, Verifier
@@ -246,6 +256,22 @@ def test_native_laws_and_races_are_numpys_bit_for_bit(params: SamplingParams, se
         key = NoiseKey(seed, 2, 3, PURPOSE_DRAFT)
         for count in (1, 3, size):
             assert race(ids, weights * scale, key, count) == race_reference(ids, weights * scale, key, count)
+
+
+@given(seed=st.integers(0, 10**6), size=st.sampled_from([3, 90, 1000]), scale=st.sampled_from([1.0, 0.37, 1e-300]))
+def test_native_residuals_are_numpys_bit_for_bit(seed: int, size: int, scale: float) -> None:
+    rng = np.random.default_rng(seed)
+    ids = [np.flatnonzero(rng.random(size) < share) for share in rng.choice([0.01, 0.5, 1.0], 2)]
+    p, q = (Law(i, rng.dirichlet(np.ones(i.size)), size) for i in (i if i.size else np.array([size - 1]) for i in ids))
+    rest, mass = subtract(p.ids, p.probs, q.ids, q.probs, scale)
+    expected, expected_mass = subtract_reference(p.ids, p.probs, q.ids, q.probs, scale)
+    assert rest.tobytes() == expected.tobytes() == np.maximum(scale * p.probs - q.at(p.ids), 0.0).tobytes()
+    assert mass == expected_mass == pytest.approx(rest.sum(), rel=1e-12)
+
+
+def test_native_coins_are_numpys() -> None:
+    keys = [NoiseKey(2**64 - 1 - step, step, node, PURPOSE_ACCEPT) for step in range(50) for node in (-1, 0, 2**31)]
+    assert [toss(key) for key in keys] == [uniform(key) for key in keys]
 
 
 def test_long_races_are_numpys_too() -> None:

@@ -25,7 +25,7 @@ from sakiyomi.errors import ParameterError
 from sakiyomi.noise import PURPOSE_DRAFT, Randomness
 from sakiyomi.plugins import MAX_DRAFT_TOKENS, check_bounds
 from sakiyomi.sampling.choose import rank
-from sakiyomi.sampling.distributions import KeyedRandomness, Law, law_of
+from sakiyomi.sampling.distributions import KeyedRandomness, Law, law_at
 from sakiyomi.tree import ROOT, Draft, TreeBuilder
 from sakiyomi.types import Cache, Drafter, DrafterContext, DrawMode, Model, Output, Sequence, Span
 
@@ -202,7 +202,7 @@ class _Growth:
         if self._draw == "independent":
             # How many are drawn is settled before any is, and none is dropped afterwards: laws stay what they are.
             count = min(self._width, self._max_nodes - len(self._tree))
-            law = law_of(output.row(row), history)
+            law = law_at(output, row, history)
             key = self.sequence.noise_key(node, PURPOSE_DRAFT)
             tokens = self._randomness.draw(key, law.ids, law.probs, count) if count > 0 else []
             self._laws += [law] * len(tokens)

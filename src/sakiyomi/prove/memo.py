@@ -1,4 +1,4 @@
-"""A model that computes each row of logits once, and only when somebody looks at it.
+"""A model that computes each row of logits once, and only when somebody looks at it; and so the laws of rows.
 
 Thousands of draws at a few contexts then cost about as many passes as there are distinct beginnings of answers.
 """
@@ -15,10 +15,13 @@ import numpy.typing as npt
 from sakiyomi.decode import PREFILL_CHUNK
 from sakiyomi.models.packing import check_span
 from sakiyomi.models.toy import TokenCache
+from sakiyomi.params import SamplingParams
 from sakiyomi.sampling.choose import choose
+from sakiyomi.sampling.distributions import Law, law_of
 from sakiyomi.types import Array, Cache, History, Model, Output, Span
 
 MAX_BYTES = 256 * 2**20
+MAX_LAWS = 256
 MAX_TAIL = 8  # tokens beyond a prefilled beginning that a row may recompute
 
 Path = tuple[int, ...]
@@ -38,6 +41,7 @@ class MemoModel(Model):
         self._model = model
         self._max_rows = max(max_bytes // (4 * model.info.vocab_size), 1)
         self._rows: OrderedDict[Path, Logits] = OrderedDict()
+        self._laws: OrderedDict[tuple[Path, int, frozenset[int], int], tuple[Law, SamplingParams]] = OrderedDict()
         self._bases: dict[Path, Cache] = {}
         self._shallow: dict[int, MemoModel] = {}
 
@@ -64,6 +68,16 @@ class MemoModel(Model):
         if len(self._rows) > self._max_rows:
             self._rows.popitem(last=False)
         return self._rows[path]
+
+    def law(self, path: Path, history: History) -> Law:
+        """The law of the token that follows all of `path`, whose history is `history`."""
+        key = path, history.num_prompt, history.end_ids, id(history.params)
+        if key not in self._laws:
+            self._laws[key] = law_of(self.row(path), history), history.params  # held, so that its id stays its own
+            if len(self._laws) > MAX_LAWS:
+                self._laws.popitem(last=False)
+        self._laws.move_to_end(key)
+        return self._laws[key][0]
 
     def _forward(self, span: Span) -> Output:
         cache = span.cache
@@ -126,6 +140,9 @@ class _LazyOutput:
 
     def row(self, i: int) -> Logits:
         return self.model.row(self.cached + self.branches[i])
+
+    def law(self, i: int, history: History) -> Law:
+        return self.model.law(self.cached + self.branches[i], history)
 
     def argmax(self) -> list[int]:
         return [int(np.argmax(self.row(i))) for i in range(len(self.branches))]

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sakiyomi.errors import ParameterError, SakiyomiError
-from sakiyomi.noise import NoiseKey, exact_exp, exact_log, gumbel
+from sakiyomi.noise import NoiseKey, exact_exp, exact_log, gumbel, uniform
 from sakiyomi.params import SamplingParams
 from sakiyomi.types import History
 
@@ -146,6 +146,29 @@ def race_reference(ids: Ids, probs: Float64s, key: NoiseKey, count: int = 1) -> 
     ids = ids[possible]
     noisy = exact_log(probs[possible]) + gumbel(key.seed, key.counter, ids, key.purpose)
     return [int(token) for token in ids[np.argsort(-noisy, kind="stable")[:count]]]
+
+
+def subtract(p_ids: Ids, p: Float64s, q_ids: Ids, q: Float64s, scale: float) -> tuple[Float64s, float]:
+    """max(0, scale * p - q) over the ascending ids of p, and its sum; ids that q does not name have q = 0."""
+    if _native is None:
+        return subtract_reference(p_ids, p, q_ids, q, scale)
+    rest, mass = _native.subtract(p_ids, p, q_ids, q, scale)
+    return rest, mass
+
+
+def subtract_reference(p_ids: Ids, p: Float64s, q_ids: Ids, q: Float64s, scale: float) -> tuple[Float64s, float]:
+    """`subtract`, in numpy."""
+    places = np.minimum(np.searchsorted(q_ids, p_ids), q_ids.size - 1)
+    rest = np.maximum(scale * p - np.where(q_ids[places] == p_ids, q[places], 0.0), 0.0)
+    return rest, float(_sum_by_lanes(rest))
+
+
+def toss(key: NoiseKey) -> float:
+    """`noise.uniform` of the key."""
+    if _native is None:
+        return uniform(key)
+    number: float = _native.uniform(key.seed, key.counter, key.purpose)
+    return number
 
 
 class TokenLogprobs(NamedTuple):

@@ -8,15 +8,15 @@ temperature 0 it is one-hot. Everything is float64.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from sakiyomi.errors import ParameterError
-from sakiyomi.noise import PURPOSE_ACCEPT, PURPOSE_CORRECT, NoiseKey, Randomness, uniform
-from sakiyomi.sampling.choose import Float32s, Ids, choose, race, weigh
+from sakiyomi.noise import PURPOSE_ACCEPT, PURPOSE_CORRECT, NoiseKey, Randomness
+from sakiyomi.sampling.choose import Float32s, Ids, choose, race, subtract, toss, weigh
 from sakiyomi.tree import Draft
 from sakiyomi.types import DrawMode, History, Lossless, Output, Sequence, Verdict, Verifier
 
@@ -44,7 +44,7 @@ class Law:
 
     def probability(self, token: int) -> float:
         """The probability of an id."""
-        index = int(np.searchsorted(self.ids, token))
+        index = int(self.ids.searchsorted(token))
         return float(self.probs[index]) if index < self.ids.size and self.ids[index] == token else 0.0
 
     def at(self, ids: Ids) -> Float64s:
@@ -65,8 +65,7 @@ class Law:
         Where rounding leaves no mass, the law itself is returned beside a mass of 0: the rejection that asks for the
         residual has probability 0 then.
         """
-        rest = np.maximum(scale * self.probs - other.at(self.ids), 0.0)
-        mass = float(rest.sum())
+        rest, mass = subtract(self.ids, self.probs, other.ids, other.probs, scale)
         return (self, 0.0) if mass <= 0 else (Law(self.ids, rest / mass, self.vocab_size), mass)
 
     def without(self, token: int) -> Law:
@@ -97,12 +96,22 @@ def law_of(logits: Float32s, history: History) -> Law:
     return Law(ids, weights / weights.sum(), logits.size)
 
 
+def law_at(output: Output, i: int, history: History) -> Law:
+    """The law of the i-th asked row of an output; one that remembers laws has a method `law` and is asked for its own.
+
+    Raises:
+        ParameterError, SakiyomiError: as `choose`.
+    """
+    remembered: Callable[[int, History], Law] | None = getattr(output, "law", None)
+    return law_of(output.row(i), history) if remembered is None else remembered(i, history)
+
+
 class KeyedRandomness:
     """`noise.Randomness` that is a pure function of its key."""
 
     def flip(self, key: NoiseKey, p: float, q: float = 1.0) -> bool:
         # u is in [0, 1) and the test is strict, so that nothing of probability 0 is ever accepted; q may underflow.
-        return uniform(key) * q < p
+        return toss(key) * q < p
 
     def draw(self, key: NoiseKey, ids: Ids, probs: Float64s, count: int = 1) -> list[int]:
         return race(ids, probs, key, count)
@@ -120,7 +129,7 @@ class TargetLaws:
     def after(self, node: int) -> Law:
         """The law of the token that follows `node` (-1: the root)."""
         if node not in self._laws:
-            self._laws[node] = law_of(self._output.row(node + 1), path_history(self._draft, node, self._sequence))
+            self._laws[node] = law_at(self._output, node + 1, path_history(self._draft, node, self._sequence))
         return self._laws[node]
 
 
