@@ -1,15 +1,16 @@
 """Losses between a drafter's law q and the target's law p, each as a plain reference and in a fast form.
 
-    ce   -log q[argmax p]                          greedy decoding
-    kl   sum of p log(p / q)                       covers p; p is renormalised over the draft vocabulary
-    tv   1 - alpha, alpha = sum of min(p, q)       the probability that exact speculative sampling rejects
-    lk   lambda kl + (1 - lambda) tv               lambda = exp(-eta alpha), alpha without gradient (Samarin et al., 2026)
+    ce   -log q[argmax p]                      greedy decoding
+    kl   sum of p log(p / q)                   covers p; p is renormalised over the draft vocabulary
+    tv   1 - alpha, alpha = sum of min(p, q)   the probability that exact speculative sampling rejects
+    lk   lambda kl + (1 - lambda) tv           lambda = exp(-eta alpha) without gradient (Samarin et al., 2026)
 
-A draft vocabulary is a subset of the ids: q lives on it alone. `tv` and `lk` compare with p as it is, *not* renormalised
-over the subset, since what lies outside is mass that no draft can earn; `ce` leaves rows out whose argmax lies outside.
+A draft vocabulary is a subset of the ids: q lives on it alone. `tv` and `lk` compare with p as it is, *not*
+renormalised over the subset, since what lies outside is mass that no draft can earn; `ce` leaves rows out whose argmax
+lies outside.
 
-The reference takes logits and lets autograd work. The fast form (`head_loss`) takes what the head reads, multiplies with
-the rows of a frozen head, and returns the gradient by formula, so that logits are never kept.
+The reference takes logits and lets autograd work. The fast form (`head_loss`) takes what the head reads, multiplies
+with the rows of a frozen head, and returns the gradient by formula, so that logits are never kept.
 
 Letters: R rows, K ids of the draft vocabulary, H hidden width.
 """
