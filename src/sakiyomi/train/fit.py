@@ -88,7 +88,7 @@ class FitConfig:
     unroll: tuple[tuple[float, int], ...] = ((0.0, 1), (0.35, 2), (0.65, 3))
     num_frequent: int = 768
     num_random: int = 256
-    num_frequent_late: int = 4096
+    num_frequent_late: int = 2048
     ridge_rows: int = 150_000
     held_out: float = 0.03
     evaluations: int = 12
@@ -289,7 +289,7 @@ class Fit:
         for step, (rows, features) in enumerate(unrolled):
             goals = rows + 1 + step
             counted = torch.from_numpy(_counted(batch, goals)).float()
-            part = type(teacher)(teacher.probs[goals], teacher.labels[goals])
+            part = teacher.rows(goals)
             loss = head_loss(features, head, part, config.loss, counted / counted.sum().clamp(min=1))
             total = total + STEP_DECAY**step * loss
             num_rows += len(rows)
