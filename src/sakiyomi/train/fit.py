@@ -401,7 +401,7 @@ class Fit:
     def _identity(self) -> dict[str, Any]:
         """What a state must have been made with to go on from it."""
         return {
-            "recipe": {k: v for k, v in _plain(self.config).items() if k not in ("checkpoint_s", "patience")},
+            "recipe": {k: v for k, v in _plain(self.config).items() if k != "patience"},
             "documents": [len(self.shards), int(self.shards.lengths.sum())],
             "taps": list(self.shards.taps),
         }
@@ -505,4 +505,7 @@ def _counted(batch: Batch, goals: Ints) -> Any:
 
 
 def _plain(config: FitConfig) -> dict[str, Any]:
-    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in asdict(config).items()}
+    """The recipe as JSON takes it, without what has no influence on the result."""
+    fields = {name: dict(value) if isinstance(value, Mapping) else value for name, value in asdict(config).items()}
+    del fields["checkpoint_s"]
+    return fields

@@ -8,11 +8,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 VOCAB, WIDTH, INNER, LAYERS, HEADS = 96, 64, 96, 2, 2
 END, NUM_PHRASES = VOCAB - 1, 18
 TAPS = (1, LAYERS)
+FAST_FIT = {
+    "inner_size": 96,
+    "passes": 30,
+    "rows_per_step": 250,
+    "learning_rate": 4e-3,
+    "dropout": 0.0,
+    "vocabulary": VOCAB,
+    "num_frequent": VOCAB,
+    "num_random": 0,
+    "num_frequent_late": VOCAB,
+    "evaluations": 3,
+    "held_out": 0.05,
+    "patience": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -51,11 +64,8 @@ def speak(rng: np.random.Generator, length: int) -> list[int]:
     return tokens[:length]
 
 
-@pytest.fixture(scope="session")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
-    torch = pytest.importorskip("torch")
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("toy")
+def make_toy(folder: Path) -> Toy:
+    """Train a target into a folder; some four seconds."""
     rng = np.random.default_rng(5)
     _train(folder, lambda: speak(rng, 64))
     return Toy(folder, [speak(np.random.default_rng(100 + i), 12) for i in range(40)])
