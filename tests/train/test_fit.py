@@ -18,12 +18,15 @@ torch = pytest.importorskip("torch")
 
 from sakiyomi.checkpoints.drafter import read_drafter  # noqa: E402
 from sakiyomi.decode import prefill, step  # noqa: E402
-from sakiyomi.drafters.mlp import MlpDrafter  # noqa: E402
+from sakiyomi.drafters.mlp import MlpDrafter, read_config  # noqa: E402
 from sakiyomi.drafters.ngram import NgramDrafter  # noqa: E402
 from sakiyomi.errors import CheckpointError, ParameterError, SakiyomiError  # noqa: E402
 from sakiyomi.params import SamplingParams  # noqa: E402
+from sakiyomi.train.acceptance import find_hits, measure_acceptance  # noqa: E402
+from sakiyomi.train.batches import read_batch  # noqa: E402
 from sakiyomi.train.fit import STATE_FILE, FitConfig, fit_mlp  # noqa: E402
-from sakiyomi.train.heads import CandidateSet, find_columns  # noqa: E402
+from sakiyomi.train.heads import CandidateSet, Frozen, find_columns  # noqa: E402
+from sakiyomi.train.mlp import MlpTrainee  # noqa: E402
 from sakiyomi.types import Drafter, DrafterContext, Sequence  # noqa: E402
 from sakiyomi.verify.match import MatchVerifier  # noqa: E402
 from trained_toy import FAST_FIT, VOCAB, write_documents  # noqa: E402
@@ -165,45 +168,37 @@ def test_twenty_dialogues_are_learnt_by_heart(trained_toy: Any, tmp_path: Path) 
 
 
 def test_offline_acceptance_is_that_of_the_real_loop(trained_toy: Any, toy_mlp: Path) -> None:
-    from sakiyomi.train.acceptance import measure_acceptance
-    from sakiyomi.train.heads import Frozen
-    from sakiyomi.train.shards import MemoryShards
-
+    """Round by round: what teacher-forced unrolling calls right is what the loop accepts."""
     model = trained_toy.load()
-    stored = read_drafter(toy_mlp)
-    trainee, frozen = _as_trainee(model, stored)
-    assert isinstance(frozen, Frozen)
-    prompts = trained_toy.prompts[20:30]
-    shards = write_documents(model, prompts, 80)
-    lengths = []
-    for document, prompt in zip(shards.documents(), prompts, strict=True):
-        # The round of the first answer token starts behind the taps of the last but one prompt token.
-        answer = _cut(document, len(prompt) - 3)
-        found = measure_acceptance(trainee, frozen, MemoryShards([answer], shards.taps, shards.hidden_size), [0], ALL)
-        drafter = MlpDrafter(MlpDrafter.Config(path=str(toy_mlp)), DrafterContext(model, lambda name: model))
-        lengths.append((found.lengths[2], decode(model, drafter, [prompt], 80)[0]))
-    offline, real = np.array(lengths).T
-    # They differ by where the last round is cut alone.
-    assert np.abs(offline - real).max() < 0.15
-    assert offline.mean() == pytest.approx(real.mean(), abs=0.04)
+    trainee, frozen = _as_trainee(model, read_drafter(toy_mlp))
+    drafter = MlpDrafter(MlpDrafter.Config(path=str(toy_mlp)), DrafterContext(model, lambda name: model))
+    prompts = trained_toy.prompts[20:26]
+    shards = write_documents(model, prompts, 60)
+    total, lengths = 0, []
+    for index, prompt in enumerate(prompts):
+        hits = find_hits(trainee, read_batch(shards, [index]), frozen.head, torch.from_numpy(ALL), 3)
+        right = np.minimum.accumulate(hits, axis=1).sum(1)
+        rounds, row = [], len(prompt) - 2  # behind the taps of the last prompt token but one
+        while row < len(hits) - 5:
+            rounds.append(int(right[row]))
+            row += rounds[-1] + 1
+        params = SamplingParams(temperature=0, max_tokens=60)
+        sequence = Sequence("0", list(prompt), len(prompt), params, 0, model.new_cache())
+        prefill(model, drafter, sequence)
+        assert [step(model, drafter, MatchVerifier(), [sequence], [3])[0].num_accepted for _ in rounds] == rounds
+        total += len(rounds)
+        lengths.append(1 + np.mean(rounds))
+    assert total > 60
+    found = measure_acceptance(trainee, frozen, shards, range(len(prompts)), ALL)
+    assert found.lengths[2] == pytest.approx(np.mean(lengths), abs=0.2)
+    assert found.conditional[0] == found.hit
 
 
 ALL = np.arange(VOCAB)
 
 
-def _cut(document: Any, start: int) -> Any:
-    from dataclasses import replace
-
-    names = ("tokens", "taps", "argmax", "loss_mask")
-    return replace(document, **{name: getattr(document, name)[start:] for name in names})
-
-
 def _as_trainee(model: Any, stored: Any) -> Any:
     """The net of a drafter file where training would have it: moments of 0 and 1 leave its weights as they are."""
-    from sakiyomi.drafters.mlp import read_config
-    from sakiyomi.train.heads import Frozen
-    from sakiyomi.train.mlp import MlpTrainee
-
     config = read_config(stored)
     tensors = {name: torch.from_numpy(np.asarray(value, np.float32)) for name, value in stored.tensors.items()}
     for name, parts in (("start", config.num_taps + 1), ("advance", 2)):
