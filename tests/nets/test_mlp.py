@@ -42,14 +42,32 @@ def test_both_backends_agree() -> None:
         table = ops.weight(embedding)
         net = MlpSpeculator.load(ops, CONFIG, random_tensors(), table)
         head = ops.select_rows(table, np.arange(0, VOCAB, 3, dtype=np.int32))
-        states = net.start(ops.array(taps), ids[0])
-        logits = [net.logits(states, head)]
+        states, first = net.start_logits(ops.array(taps), ids[0], head)
+        logits = [first]
         for step in (1, 2):
-            states = net.advance(states, ids[step])
-            logits.append(net.logits(states, head))
+            states, more = net.advance_logits(states, ids[step], head)
+            logits.append(more)
         found.append(np.concatenate([ops.to_numpy(rows) for rows in logits]))
     assert found[0].shape == (15, 17)
     assert np.abs(found[0] - found[1]).max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_fused_step_is_the_composed_one_bit_by_bit(dtype: Any, threads: int) -> None:
+    embedding, taps, ids = random_inputs(9)
+    ops = NativeOps(dtype=dtype, threads=threads)
+    table = ops.weight(embedding)
+    net = MlpSpeculator.load(ops, CONFIG, random_tensors(), table)
+    head = ops.select_rows(table, np.arange(0, VOCAB, 3, dtype=np.int32))
+    for num_rows in (1, 2, 9, 0):
+        states, logits = net.start_logits(taps[:num_rows], ids[0, :num_rows], head)
+        plain = net.start(taps[:num_rows], ids[0, :num_rows])
+        for step in (1, 2):
+            assert np.array_equal(states, plain)
+            assert np.array_equal(logits, ops.linear(net.features(plain), head))
+            states, logits = net.advance_logits(states, ids[step, :num_rows], head)
+            plain = net.advance(plain, ids[step, :num_rows])
 
 
 def test_rows_of_a_batch_do_not_meet() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from sakiyomi.checkpoints.drafter import DrafterFile, find_packaged, read_drafter
 from sakiyomi.errors import CheckpointError, ParameterError
@@ -105,14 +106,14 @@ class MlpDrafter(Drafter):
         active = [growth for growth in growths if growth.frontier]
         if active:
             taps = self._stack([growth.sequence.memo.taps for growth in active])
-            states = self.net.start(taps, self._tokens(active))
+            states, logits = self.net.start_logits(taps, self._tokens(active), self.head)
         while active:
-            self._add_level(active, states)
+            self._add_level(active, self.ops.to_numpy(logits))
             rows = self._rows_that_go_on(active)
             active = [growth for growth in active if growth.frontier]
             if active:
                 states = states if rows == list(range(len(states))) else states[rows]
-                states = self.net.advance(states, self._tokens(active))
+                states, logits = self.net.advance_logits(states, self._tokens(active), self.head)
         return [growth.draft() if len(growth.tree) else Draft.empty() for growth in growths]
 
     def observe(self, sequence: Sequence, start: int, tokens: Seq[int], taps: Array | None) -> None:
@@ -139,9 +140,8 @@ class MlpDrafter(Drafter):
             tells_confidences=True,
         )
 
-    def _add_level(self, active: Seq[Growth], states: Array) -> None:
-        """Append the children of all frontiers, whose states are the rows."""
-        logits = self.ops.to_numpy(self.net.logits(states, self.head))
+    def _add_level(self, active: Seq[Growth], logits: npt.NDArray[np.float32]) -> None:
+        """Append the children of all frontiers, one row of logits for each node."""
         row = 0
         for growth in active:
             for node in growth.frontier:
@@ -158,7 +158,7 @@ class MlpDrafter(Drafter):
             rows += [row_of[growth.tree.parents[node]] for node in growth.frontier]
         return rows
 
-    def _tokens(self, active: Seq[Growth]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    def _tokens(self, active: Seq[Growth]) -> npt.NDArray[np.int32]:
         return np.array([growth.token(node) for growth in active for node in growth.frontier], np.int32)
 
     def _stack(self, rows: Seq[Array]) -> Array:

@@ -13,7 +13,7 @@ Letters: R rows, H hidden width, T taps, I inner width, K ids of the draft vocab
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from sakiyomi.errors import CheckpointError
-from sakiyomi.ops.base import Ops
+from sakiyomi.ops.base import Hide, MlpWeights, Ops
 from sakiyomi.types import Array, Tensor
 
-Dropout = Callable[[str, Array], Array]
-"""From the name of a matrix and its inputs to the inputs with some of them hidden."""
-
+Ids = npt.NDArray[np.int32]
 MATRICES = ("start.weight", "advance.weight", "gate_up.weight", "down.weight")
 VECTORS = ("start.bias", "advance.bias", "inner_norm.weight", "norm.weight")
 
@@ -66,23 +64,30 @@ class MlpSpeculator:
     Args:
         weights: the tensors of `MlpConfig.shapes`, matrices made by `Ops.weight` and vectors by `Ops.array`.
         embedding: the target's, [V, H].
-        dropout: put on the inputs of the large matrices while the net is trained.
+        hide: put on the inputs of the large matrices ("start", "advance", "down") while the net is trained.
     """
 
     def __init__(
-        self,
-        ops: Ops,
-        config: MlpConfig,
-        weights: Mapping[str, Any],
-        embedding: Any,
-        dropout: Dropout = lambda name, x: x,
+        self, ops: Ops, config: MlpConfig, weights: Mapping[str, Any], embedding: Any, hide: Hide | None = None
     ) -> None:
         self.ops = ops
         self.config = config
-        self.weights = weights
         self.embedding = embedding
-        self._dropout = dropout
-        self._ones = ops.array(np.ones(config.hidden_size, np.float32))
+        self._hide = hide
+        ones = ops.array(np.ones(config.hidden_size, np.float32))
+        self._weights = {
+            name: MlpWeights(
+                fuse=weights[f"{name}.weight"],
+                bias=weights[f"{name}.bias"],
+                inner_norm=weights["inner_norm.weight"],
+                gate_up=weights["gate_up.weight"],
+                down=weights["down.weight"],
+                norm=weights["norm.weight"],
+                ones=ones,
+                eps=config.eps,
+            )
+            for name in ("start", "advance")
+        }
 
     @classmethod
     def load(cls, ops: Ops, config: MlpConfig, tensors: Mapping[str, Tensor], embedding: Any) -> MlpSpeculator:
@@ -100,31 +105,31 @@ class MlpSpeculator:
             weights[name] = ops.weight(tensor) if name in MATRICES else ops.array(np.asarray(tensor, np.float32))
         return cls(ops, config, weights, embedding)
 
-    def start(self, taps: Array, token_ids: npt.NDArray[np.int32]) -> Array:
+    def start(self, taps: Array, token_ids: Ids) -> Array:
         """The states [R, H] that predict what follows `token_ids` [R].
 
         Args:
             taps: the target's hidden states [R, T * H] at the positions in front of the tokens.
         """
-        return self._fuse("start", [taps, self.ops.embed(self.embedding, token_ids)])
+        return self._state("start", taps, token_ids)
 
-    def advance(self, states: Array, token_ids: npt.NDArray[np.int32]) -> Array:
+    def advance(self, states: Array, token_ids: Ids) -> Array:
         """The states one token further, given the states that were to predict `token_ids` [R]."""
-        return self._fuse("advance", [states, self.ops.embed(self.embedding, token_ids)])
+        return self._state("advance", states, token_ids)
 
     def features(self, states: Array) -> Array:
         """What the head reads [R, H]."""
-        return self.ops.rms_norm(states, self.weights["norm.weight"], self.config.eps)
+        return self.ops.rms_norm(states, self._weights["start"].norm, self.config.eps)
 
-    def logits(self, states: Array, head: Any) -> Array:
-        """Logits [R, K] over the rows of a head [K, H]."""
-        return self.ops.linear(self.features(states), head)
+    def start_logits(self, taps: Array, token_ids: Ids, head: Any) -> tuple[Array, Array]:
+        """`start`, and the logits [R, K] over a head [K, H]."""
+        return self.ops.mlp_step(taps, token_ids, self.embedding, self._weights["start"], head)
 
-    def _fuse(self, name: str, parts: list[Array]) -> Array:
-        ops, weights, config = self.ops, self.weights, self.config
-        x = ops.concat(parts)
-        num_rows, width = x.shape
-        normed = ops.rms_norm(x.reshape(-1, config.hidden_size), self._ones, config.eps).reshape(num_rows, width)
-        fused = ops.linear(self._dropout(name, normed), weights[f"{name}.weight"], weights[f"{name}.bias"])
-        inner = ops.linear(ops.rms_norm(fused, weights["inner_norm.weight"], config.eps), weights["gate_up.weight"])
-        return ops.add(fused, ops.linear(self._dropout("down", ops.silu_mul(inner)), weights["down.weight"]))
+    def advance_logits(self, states: Array, token_ids: Ids, head: Any) -> tuple[Array, Array]:
+        """`advance`, and the logits [R, K] over a head [K, H]."""
+        return self.ops.mlp_step(states, token_ids, self.embedding, self._weights["advance"], head)
+
+    def _state(self, name: str, left: Array, token_ids: Ids) -> Array:
+        hide = self._hide
+        named = None if hide is None else (lambda matrix, x: hide(name if matrix == "fuse" else matrix, x))
+        return self.ops.mlp_state(left, token_ids, self.embedding, self._weights[name], named)

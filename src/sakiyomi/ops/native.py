@@ -17,7 +17,19 @@ import numpy as np
 import numpy.typing as npt
 
 from sakiyomi.errors import MissingExtraError, ParameterError, advise_extra
-from sakiyomi.ops.base import Blocks, Causal, Dense, LayerWeights, Mask, Matrix, Ops, Past, StackSpec, Tree
+from sakiyomi.ops.base import (
+    Blocks,
+    Causal,
+    Dense,
+    LayerWeights,
+    Mask,
+    Matrix,
+    MlpWeights,
+    Ops,
+    Past,
+    StackSpec,
+    Tree,
+)
 from sakiyomi.types import GROUP_SIZE, Quantized
 
 _native: Any
@@ -109,6 +121,7 @@ class NativeOps(Ops):
         self._store = store
         self._bytes_only = os.environ.get("SAKIYOMI_STORAGE") == "8bit"
         self._rope_tables: dict[tuple[bytes, float], Floats] = {}
+        self._mlp_steps: dict[tuple[int, int, int], tuple[MlpWeights, Any]] = {}
         self._stacks: dict[tuple[int, int, int], tuple[tuple[LayerWeights, ...], StackSpec, Any]] = {}
 
     # ---- arrays and weights
@@ -222,6 +235,27 @@ class NativeOps(Ops):
         out = np.empty(len(x), np.int64)
         _native.argmax(_floats(x), out, self.threads)
         return out
+
+    # ---- a step of an MLP speculator, fused
+
+    def mlp_step(
+        self, left: Floats, token_ids: npt.NDArray[np.int32], embedding: Any, weights: MlpWeights, head: Any
+    ) -> tuple[Floats, Floats]:
+        if weights.down.shape[1] % GROUP_SIZE:
+            return super().mlp_step(left, token_ids, embedding, weights, head)
+        key = (id(weights), id(head), id(embedding))
+        entry = self._mlp_steps.get(key)
+        if entry is None or entry[0] is not weights:
+            fields = (weights.fuse, weights.bias, weights.inner_norm, weights.gate_up, weights.down, weights.norm)
+            entry = (weights, _native.MlpStep((*fields, weights.ones), embedding, head, weights.eps))
+            if len(self._mlp_steps) >= _MAX_STACKS:
+                self._mlp_steps.clear()
+            self._mlp_steps[key] = entry
+        num_rows = len(token_ids)
+        states = np.empty((num_rows, weights.down.shape[0]), np.float32)
+        logits = np.empty((num_rows, head.shape[0]), np.float32)
+        entry[1].run(_floats(left), _ints(token_ids), states, logits, self.threads)
+        return states, logits
 
     # ---- a decoder stack, fused
 

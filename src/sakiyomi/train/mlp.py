@@ -57,13 +57,13 @@ class MlpTrainee:
 
     def _net(self, dropout: Dropout) -> MlpSpeculator:
         def hide(name: str, x: Tensor) -> Tensor:
-            if dropout is keep_all:
-                return x
             # What is hidden is put at its mean, since the weights expect inputs that are not centred.
             mean = self.moments.get(f"{name}.mean")
             return dropout(x) if mean is None else mean + dropout(x - mean)
 
-        return MlpSpeculator(self.frozen.ops, self.config, self._weights(), self.frozen.embedding, hide)
+        return MlpSpeculator(
+            self.frozen.ops, self.config, self._weights(), self.frozen.embedding, None if dropout is keep_all else hide
+        )
 
     def _weights(self) -> dict[str, Tensor]:
         """The weights that the net runs with."""
