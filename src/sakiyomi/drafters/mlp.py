@@ -18,7 +18,7 @@ import numpy.typing as npt
 from sakiyomi.checkpoints.drafter import DrafterFile, find_packaged, read_drafter
 from sakiyomi.errors import CheckpointError, ParameterError
 from sakiyomi.nets.binding import find_mismatch
-from sakiyomi.nets.mlp import MlpConfig, MlpSpeculator
+from sakiyomi.nets.mlp import HEAD, MlpConfig, MlpSpeculator
 from sakiyomi.noise import Randomness
 from sakiyomi.plugins import MAX_DRAFT_TOKENS, check_bounds
 from sakiyomi.sampling.distributions import KeyedRandomness
@@ -77,7 +77,10 @@ class MlpDrafter(Drafter):
         self.sharpness = float(stored.config.get("sharpness", 1.0))
         self.ops = lent.ops
         self.net = MlpSpeculator.load(lent.ops, read_config(stored), stored.tensors, lent.embedding)
-        self.head = lent.head if stored.vocabulary is None else lent.ops.select_rows(lent.head, stored.vocabulary)
+        if HEAD in stored.tensors:
+            self.head = lent.ops.weight(stored.tensors[HEAD])
+        else:
+            self.head = lent.head if stored.vocabulary is None else lent.ops.select_rows(lent.head, stored.vocabulary)
 
     def _find_file(self, context: DrafterContext, lent: Lent) -> DrafterFile:
         """The drafter file of the options, or the packaged one, made for this target."""

@@ -26,7 +26,8 @@ from sakiyomi.types import Array, Tensor
 
 Ids = npt.NDArray[np.int32]
 MATRICES = ("start.weight", "advance.weight", "gate_up.weight", "down.weight")
-VECTORS = ("start.bias", "advance.bias", "inner_norm.weight", "norm.weight")
+HEAD = "head.weight"
+"""Rows of a head of its own, [K, H], where a drafter file has one."""
 
 
 @dataclass(frozen=True, kw_only=True)

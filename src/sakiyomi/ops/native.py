@@ -331,22 +331,26 @@ def count_cpus() -> int:
     return max(1, min(count, MAX_THREADS))
 
 
-def quantize(matrix: Matrix) -> Quantized:
+def quantize(matrix: Matrix, bits: int = 8) -> Quantized:
     """An [N, K] matrix in unsigned 8-bit values, scale and min per group of 32; quantized ones stay as they are.
 
     Min is rounded down and scale up, so that every value of the group lies inside the range.
+
+    Args:
+        bits: 8, or 4 for values up to 15, which `Ops.weight` holds in half the room.
     """
     if isinstance(matrix, Quantized):
         return matrix
+    highest_value = 2**bits - 1
     groups = _floats(matrix).reshape(matrix.shape[0], -1, GROUP_SIZE)
     lowest, highest = groups.min(axis=2), groups.max(axis=2)
     mins = _round_half(lowest, -np.inf)
     low = mins.astype(np.float32)
-    scales = _round_half((highest - low) / np.float32(255.0), np.inf)
+    scales = _round_half((highest - low) / np.float32(highest_value), np.inf)
     steps = scales.astype(np.float32)
     inverse = np.divide(np.float32(1.0), steps, out=np.zeros_like(steps), where=steps > 0)
     values = np.rint((groups - low[:, :, None]) * inverse[:, :, None])
-    return Quantized(np.clip(values, 0, 255).astype(np.uint8).reshape(matrix.shape), scales, mins)
+    return Quantized(np.clip(values, 0, highest_value).astype(np.uint8).reshape(matrix.shape), scales, mins)
 
 
 def _round_half(values: Floats, towards: float) -> npt.NDArray[np.float16]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -24,7 +25,8 @@ from torch import Tensor
 from sakiyomi.checkpoints.drafter import DrafterFile, write_drafter
 from sakiyomi.errors import CheckpointError, ParameterError, SakiyomiError
 from sakiyomi.nets.binding import describe_target
-from sakiyomi.nets.mlp import MATRICES, MlpConfig
+from sakiyomi.nets.mlp import HEAD, MlpConfig
+from sakiyomi.ops.native import quantize
 from sakiyomi.train.acceptance import (
     Acceptance,
     count_choices,
@@ -37,12 +39,15 @@ from sakiyomi.train.heads import CandidateSet, Frozen, Trainee
 from sakiyomi.train.losses import check_mix, head_loss
 from sakiyomi.train.mlp import MlpTrainee, solve_start
 from sakiyomi.train.shards import Shards
-from sakiyomi.types import Model
+from sakiyomi.types import GROUP_SIZE, Model
+from sakiyomi.types import Tensor as Stored
 
 Report = Callable[[str, int, int], None]
 """Told what is going on, and how much of how much is done."""
 
 STATE_FILE, DRAFTER_FILE = "fit.safetensors", "drafter.safetensors"
+LATE_CHOICES = ("patience", "vocabulary", "bits", "head_bits")
+"""Of a recipe, what a state does not depend on."""
 STEP_DECAY = 0.8
 """Weight of a step of the unrolling against the one before (EAGLE-3)."""
 
@@ -68,7 +73,9 @@ class FitConfig:
         held_out: documents that training never sees; a share, or a number above 1.
         evaluations: how often acceptance is measured.
         patience: evaluations of the last stage without a better one that end the run; 0 never ends it.
-        vocabulary: ids that are drafted.
+        vocabulary: ids that are drafted, the target's most frequent choices. It may be changed after training.
+        bits: of the matrices in the drafter file, 16, 8 or 4; may be changed after training, as may `head_bits`.
+        head_bits: of the head's rows in the drafter file, 8 or 4; 0 keeps none there and takes the target's.
         depth: length of the drafts whose acceptance decides.
         seed: of everything.
         checkpoint_s: seconds between saved states.
@@ -94,6 +101,8 @@ class FitConfig:
     evaluations: int = 12
     patience: int = 3
     vocabulary: int = 2048
+    bits: int = 16
+    head_bits: int = 0
     depth: int = 3
     seed: int = 0
     checkpoint_s: float = 30.0
@@ -104,6 +113,11 @@ class FitConfig:
             raise ParameterError(f"loss_on={self.loss_on!r} is not allowed; give all or answers.")
         if not 0 <= self.dropout < 1:
             raise ParameterError(f"dropout={self.dropout} is not allowed; give a number from 0 to below 1.")
+        for name, allowed in (("bits", (16, 8, 4)), ("head_bits", (8, 4, 0))):
+            if getattr(self, name) not in allowed:
+                raise ParameterError(
+                    f"{name}={getattr(self, name)} is not allowed; give {', '.join(map(str, allowed))}."
+                )
         for name in ("inner_size", "passes", "rows_per_step", "learning_rate", "held_out", "vocabulary", "depth"):
             if not getattr(self, name) > 0:
                 raise ParameterError(f"{name}={getattr(self, name)} is not allowed; give a number above 0.")
@@ -365,13 +379,24 @@ class Fit:
                 config={**config, "sharpness": sharpness},
                 taps=self.shards.taps,
                 target=target,
-                tensors={k: v.astype(np.float16) if k in MATRICES else v for k, v in tensors.items()},  # type: ignore[union-attr]
+                tensors=self._stored(tensors),
                 vocabulary=self.vocabulary.astype(np.int32),
                 recipe={**_plain(self.config), "documents": len(self.members), "rows": self.state.rows},
                 measured={"held_out": found.as_dict(), "curve": self.state.curve, "best_step": self.state.best_step},
             ),
         )
         return path
+
+    def _stored(self, tensors: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, Stored]:
+        """The tensors of the drafter file in its precision."""
+        config = self.config
+        stored: dict[str, Stored] = {
+            name: _round(value, config.bits) if value.ndim > 1 else value for name, value in tensors.items()
+        }
+        if config.head_bits:
+            rows = self.frozen.head[torch.from_numpy(self.vocabulary)].numpy()
+            stored[HEAD] = _round(rows, config.head_bits)
+        return stored
 
     # ---- the state
 
@@ -401,7 +426,7 @@ class Fit:
     def _identity(self) -> dict[str, Any]:
         """What a state must have been made with to go on from it."""
         return {
-            "recipe": {k: v for k, v in _plain(self.config).items() if k != "patience"},
+            "recipe": {k: v for k, v in _plain(self.config).items() if k not in LATE_CHOICES},
             "documents": [len(self.shards), int(self.shards.lengths.sum())],
             "taps": list(self.shards.taps),
         }
@@ -502,6 +527,12 @@ def _counted(batch: Batch, goals: Ints) -> Any:
     following = np.minimum(goals + 1, len(batch.counts) - 1)
     is_known = goals + 1 <= batch.last[goals]
     return np.where(is_known, batch.counts[following], batch.counts[goals])
+
+
+def _round(matrix: npt.NDArray[np.float32], bits: int) -> Stored:
+    if bits == 16 or matrix.shape[1] % GROUP_SIZE:
+        return matrix.astype(np.float16)
+    return quantize(matrix, bits)
 
 
 def _plain(config: FitConfig) -> dict[str, Any]:

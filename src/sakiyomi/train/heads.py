@@ -15,7 +15,6 @@ from sakiyomi.ops.torch import TorchOps
 from sakiyomi.train.batches import Batch, Ints
 from sakiyomi.train.losses import Teacher
 from sakiyomi.types import Lent, ModelInfo
-from sakiyomi.types import Tensor as Stored
 
 Dropout = Callable[[Tensor], Tensor]
 
@@ -69,7 +68,7 @@ class Trainee(Protocol):
         """
         ...
 
-    def export(self) -> tuple[Mapping[str, Any], dict[str, Stored]]:
+    def export(self) -> tuple[Mapping[str, Any], dict[str, npt.NDArray[np.float32]]]:
         """Configuration and tensors of the drafter file."""
         ...
 

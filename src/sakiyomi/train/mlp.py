@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,7 +19,6 @@ from sakiyomi.nets.mlp import MlpConfig, MlpSpeculator
 from sakiyomi.train.batches import Batch, Ints
 from sakiyomi.train.heads import Dropout, Frozen, keep_all
 from sakiyomi.train.ridge import RidgeSums, Solution
-from sakiyomi.types import Tensor as Stored
 
 MOMENTS = ("start.mean", "start.std", "advance.mean", "advance.std")
 
@@ -49,7 +49,7 @@ class MlpTrainee:
                 rows = later
             yield rows, net.features(states)
 
-    def export(self) -> tuple[Mapping[str, Any], dict[str, Stored]]:
+    def export(self) -> tuple[Mapping[str, Any], dict[str, npt.NDArray[np.float32]]]:
         with torch.no_grad():
             weights = {name: weight.numpy() for name, weight in self._weights().items()}
         config = {name: getattr(self.config, name) for name in ("hidden_size", "inner_size", "eps")}
