@@ -206,3 +206,21 @@ def _as_trainee(model: Any, stored: Any) -> Any:
         tensors[f"{name}.std"] = torch.ones(parts * config.hidden_size)
     frozen = Frozen.of(model.info, model.lend())
     return MlpTrainee(config, frozen, tensors), frozen
+
+
+def test_precision_and_vocabulary_are_chosen_after_training(trained_toy: Any, shards: Any, tmp_path: Path) -> None:
+    """Without another step of training; a head of its own makes the drafter independent of the target's rows."""
+    model = trained_toy.load()
+    plain = read_drafter(fit(trained_toy, shards, tmp_path))
+    path = fit(trained_toy, shards, tmp_path, bits=4, head_bits=8, vocabulary=40)
+    stored = read_drafter(path)
+    assert stored.vocabulary is not None
+    assert len(stored.vocabulary) == 40
+    assert stored.recipe["rows"] == plain.recipe["rows"]
+    head = stored.tensors["head.weight"]
+    assert np.abs(head.dequantize() - model.lend().ops.embed(model.lend().head, stored.vocabulary)).max() < 0.02
+    assert int(stored.tensors["start.weight"].values.max()) == 15
+    drafter = MlpDrafter(MlpDrafter.Config(path=str(path)), DrafterContext(model, lambda name: model))
+    assert decode(model, drafter, trained_toy.prompts[:3], 30)[0] > 1.2
+    with pytest.raises(ParameterError, match="bits=5"):
+        fit(trained_toy, shards, tmp_path, bits=5)

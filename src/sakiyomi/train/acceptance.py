@@ -7,7 +7,7 @@ on behind it. tests/train/ holds this against the real decoding loop.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -43,7 +43,7 @@ class Acceptance:
 
 
 def measure_acceptance(
-    trainee: Trainee, frozen: Frozen, shards: Shards, indices: Sequence[int], vocabulary: Ints, depth: int = 3
+    trainee: Trainee, frozen: Frozen, shards: Shards, indices: Iterable[int], vocabulary: Ints, depth: int = 3
 ) -> Acceptance:
     """Greedy acceptance over some documents, drafting ids of `vocabulary` (ascending) alone."""
     runs = []
@@ -89,7 +89,7 @@ def summarize_hits(runs: Sequence[npt.NDArray[np.bool_]], depth: int) -> Accepta
     return Acceptance(len(everything), conditional[0], conditional, tuple(lengths))
 
 
-def fit_sharpness(trainee: Trainee, frozen: Frozen, shards: Shards, indices: Sequence[int], vocabulary: Ints) -> float:
+def fit_sharpness(trainee: Trainee, frozen: Frozen, shards: Shards, indices: Iterable[int], vocabulary: Ints) -> float:
     """The factor on the logits that makes their softmax the best forecast of the target's choice (Guo et al., 2017)."""
     ids = torch.from_numpy(vocabulary)
     head = frozen.head[ids]
@@ -112,7 +112,7 @@ def _surprise(logits: Tensor, columns: Tensor, factor: float) -> float:
     return float(-torch.where(is_right, confidence.log(), (1 - confidence).log()).sum())
 
 
-def _read(shards: Shards, indices: Sequence[int]) -> list[Batch]:
+def _read(shards: Shards, indices: Iterable[int]) -> list[Batch]:
     batches, pending, num_rows = [], [], 0
     for index in indices:
         pending.append(int(index))
@@ -123,7 +123,7 @@ def _read(shards: Shards, indices: Sequence[int]) -> list[Batch]:
     return [read_batch(shards, group) for group in [*batches, pending] if group]
 
 
-def count_choices(shards: Shards, indices: Sequence[int], vocab_size: int, only_answers: bool = False) -> Ints:
+def count_choices(shards: Shards, indices: Iterable[int], vocab_size: int, only_answers: bool = False) -> Ints:
     """How often the target chooses each id, int64 [V]."""
     counts = np.zeros(vocab_size, np.int64)
     for index in indices:

@@ -343,7 +343,7 @@ class Fit:
         """Greedy acceptance of the net on the held-out documents."""
         ids = self.vocabulary if vocabulary is None else vocabulary
         return measure_acceptance(
-            self.trainee, self.frozen, self.shards, self.held_out.tolist(), ids, depth or self.config.depth
+            self.trainee, self.frozen, self.shards, self.held_out, ids, depth or self.config.depth
         )
 
     def _evaluate(self, step: int) -> None:
@@ -369,7 +369,7 @@ class Fit:
         for name, value in self.state.best.items():
             self.trainee.parameters[name].data.copy_(value)
         config, tensors = self.trainee.export()
-        sharpness = fit_sharpness(self.trainee, self.frozen, self.shards, self.held_out.tolist(), self.vocabulary)
+        sharpness = fit_sharpness(self.trainee, self.frozen, self.shards, self.held_out, self.vocabulary)
         found = self.measure()
         path = self.folder / DRAFTER_FILE
         write_drafter(

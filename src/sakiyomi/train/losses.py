@@ -118,7 +118,7 @@ def mixed(mix: Mapping[str, float], logits: Tensor, teacher: Teacher) -> Tensor:
 
 def head_loss(features: Tensor, head: Tensor, teacher: Teacher, mix: Mapping[str, float], weights: Tensor) -> Tensor:
     """The sum over rows of weight * mixed loss, for features [R, H] and a frozen head [K, H]."""
-    loss: Tensor = _HeadLoss.apply(features, head, teacher, mix, weights)
+    loss: Tensor = _HeadLoss.apply(features, head, teacher, mix, weights)  # type: ignore[no-untyped-call]
     return loss
 
 
