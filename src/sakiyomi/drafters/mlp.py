@@ -188,5 +188,3 @@ def read_config(stored: DrafterFile) -> MlpConfig:
         return MlpConfig(**numbers, num_taps=len(stored.taps), eps=float(stored.config["eps"]))
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"the drafter's configuration {dict(stored.config)} is not that of an mlp.") from error
-
-

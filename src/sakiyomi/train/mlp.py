@@ -36,9 +36,7 @@ class MlpTrainee:
         self.config = config
         self.frozen = frozen
         self.moments = {name: tensors[name].clone() for name in MOMENTS}
-        self.parameters = {
-            name: tensors[name].clone().requires_grad_() for name in config.shapes()
-        }
+        self.parameters = {name: tensors[name].clone().requires_grad_() for name in config.shapes()}
 
     def unroll(self, batch: Batch, num_steps: int, dropout: Dropout = keep_all) -> Iterator[tuple[Ints, Tensor]]:
         net = self._net(dropout)

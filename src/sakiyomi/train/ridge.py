@@ -71,5 +71,7 @@ class RidgeSums:
         correlation += ridge * torch.eye(len(std), dtype=torch.float64)
         weight = torch.linalg.solve(correlation, cross).T
         return Solution(
-            Moments(mean.float().numpy(), std.float().numpy()), weight.float().contiguous().numpy(), target.float().numpy()
+            Moments(mean.float().numpy(), std.float().numpy()),
+            weight.float().contiguous().numpy(),
+            target.float().numpy(),
         )
