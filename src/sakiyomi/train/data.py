@@ -25,6 +25,7 @@ from sakiyomi.engine.engine import Engine, Job
 from sakiyomi.errors import ParameterError
 from sakiyomi.params import SamplingParams
 from sakiyomi.train.corpus import Corpus, CorpusBuilder, join_corpora
+from sakiyomi.train.estimate import Announce, Estimate, Report, announce_nothing, say_nothing
 from sakiyomi.train.files import check_room
 from sakiyomi.train.prompts import OWN, PLAIN, PassagePool, PromptBook, Task
 from sakiyomi.train.target import check_target, identify_target
@@ -32,14 +33,13 @@ from sakiyomi.types import Cache
 from sakiyomi.types import Sequence as TokenSequence
 from sakiyomi.verify.match import MatchVerifier
 
-Report = Callable[[str, int, int], None]
-"""What is being done, how much of it is done, and how much it is in all."""
-
 MARK = "\u2063user\u2063"
 LOOP_TOKENS = 32
 """An answer whose last tokens, this many, repeat with a period of at most half of them has run into a loop."""
 MAX_PERIOD = 32
-PROBE_ROWS = 3
+PROBE_STEPS = 3
+MEAN_ROOM = 512
+"""Positions that a cache holds on average, spare room included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,26 +89,12 @@ class DataConfig:
             raise ParameterError(f"data: loop_tokens={self.loop_tokens} is not allowed; give at least {LOOP_TOKENS}.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class DataEstimate:
-    """What a run of the stage will take from here on.
-
-    Attributes:
-        num_missing: tokens yet to write.
-        seconds, num_bytes: time and disk for them.
-    """
-
-    num_missing: int
-    seconds: float
-    num_bytes: int
-
-
 def write_corpus(
     target: LoadedModel,
     config: DataConfig,
     folder: Path,
-    report: Report = lambda what, done, total: None,
-    announce: Callable[[DataEstimate], None] = lambda estimate: None,
+    report: Report = say_nothing,
+    announce: Announce = announce_nothing,
 ) -> Corpus:
     """Write the text of a target, or go on where an earlier run ended.
 
@@ -124,7 +110,7 @@ def write_corpus(
     if writer.is_done(units):
         return writer.join(units)
     estimate = _estimate(target, config, sum(unit.num_tokens for unit in units))
-    check_room(folder, estimate.num_bytes, "the text")
+    check_room(folder, estimate.disk_bytes, "the text")
     announce(estimate)
     while not writer.is_done(units):
         done = sum(unit.num_tokens for unit in units)
@@ -147,29 +133,31 @@ def load_corpus(folder: Path) -> Corpus:
     return _join([Corpus.load(path) for path in paths])
 
 
-def _estimate(target: LoadedModel, config: DataConfig, num_there: int) -> DataEstimate:
+def _estimate(target: LoadedModel, config: DataConfig, num_there: int) -> Estimate:
     missing = max(config.num_tokens - num_there, 0)
-    per_token = 2 if target.model.info.vocab_size <= 1 << 16 else 4
-    return DataEstimate(
-        num_missing=missing,
-        seconds=missing / _measure_rate(target, config.batch),
-        num_bytes=int(missing * per_token * 1.1) + (1 << 20),
+    rate, cache_bytes = _probe(target, config.batch)
+    num_id_bytes = 2 if target.model.info.vocab_size <= 1 << 16 else 4
+    return Estimate(
+        what=f"writing {missing:,} tokens",
+        seconds=missing / rate,
+        disk_bytes=int(missing * num_id_bytes * 1.1) + (1 << 20),
+        memory_bytes=int(cache_bytes * config.batch * MEAN_ROOM),
     )
 
 
-def _measure_rate(target: LoadedModel, batch: int) -> float:
-    """Tokens per second: steps of a full batch over short contexts."""
+def _probe(target: LoadedModel, batch: int) -> tuple[float, float]:
+    """Tokens per second in steps of a full batch over short contexts, and bytes of a cache per position."""
     params = SamplingParams(temperature=0.9, top_k=48, max_tokens=None, ignore_eos=True)
-    engine = Engine(target.model, NoneDrafter(), MatchVerifier(MatchVerifier.Config()), max_num_seqs=batch)
+    engine = Engine(target.model, NoneDrafter(), MatchVerifier(), max_num_seqs=batch)
     for number in range(batch):
         ids = [number % target.model.info.vocab_size] * 2
-        sequence = TokenSequence(str(number), ids, len(ids), params, number, target.model.new_cache())
-        engine.add(Job(sequence))
+        engine.add(Job(TokenSequence(str(number), ids, len(ids), params, number, target.model.new_cache())))
     engine.step()
     started = time.perf_counter()
-    for _ in range(PROBE_ROWS):
-        engine.step()
-    return PROBE_ROWS * batch / (time.perf_counter() - started)
+    jobs = [job for _ in range(PROBE_STEPS) for job, _ in engine.step()]
+    rate = len(jobs) / (time.perf_counter() - started)
+    cache = jobs[0].sequence.cache
+    return rate, cache.num_bytes / max(getattr(cache, "capacity", cache.length), 1)
 
 
 @dataclass(frozen=True)
@@ -191,7 +179,7 @@ class _Writer:
         self.target = target
         self.config = config
         self.folder = folder
-        self.identity = identify_target(target)
+        self.identity = {key: told for key, told in identify_target(target).items() if key != "dtype"}
         self.book = PromptBook(
             None if config.prompts is None else Path(config.prompts),
             (config.plain, config.openers, config.templates),
@@ -261,7 +249,7 @@ class _Writer:
         return builder.build({**about, "counts": asdict(counts)})
 
     def _run(self, dialogues: Sequence[_Dialogue], told: Callable[[int], None]) -> None:
-        verifier = MatchVerifier(MatchVerifier.Config())
+        verifier = MatchVerifier()
         engine = Engine(self.target.model, NoneDrafter(), verifier, max_num_seqs=self.config.batch)
         waiting = list(reversed(dialogues))
         running: dict[Job, _Dialogue] = {}

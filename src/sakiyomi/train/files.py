@@ -136,3 +136,30 @@ def describe_seconds(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def map_arrays(path: Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
+    """What `write_arrays` wrote, as read-only views of the file: pages are read when they are touched.
+
+    Raises:
+        CheckpointError: a file that is absent, cut short or of another kind.
+    """
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+        data = np.memmap(path, np.uint8, mode="r", offset=8 + size)
+        about = json.loads(header.pop("__metadata__")["about"])
+        arrays = {name: _view(data, entry) for name, entry in header.items()}
+    except (OSError, KeyError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); delete it and run the stage again.") from error
+    return arrays, about
+
+
+def _view(data: npt.NDArray[np.uint8], entry: Mapping[str, Any]) -> npt.NDArray[Any]:
+    start, stop = entry["data_offsets"]
+    view: npt.NDArray[Any] = data[start:stop].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    return view
+
+
+_DTYPES = {"F16": np.float16, "F32": np.float32, "I32": np.int32, "I64": np.int64, "BOOL": np.bool_, "U8": np.uint8}
