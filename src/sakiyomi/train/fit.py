@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -35,6 +34,7 @@ from sakiyomi.train.acceptance import (
     most_frequent,
 )
 from sakiyomi.train.batches import Batch, Ints, plan_epoch, read_batch, split_documents
+from sakiyomi.train.files import replacing
 from sakiyomi.train.heads import CandidateSet, Frozen, Trainee
 from sakiyomi.train.losses import check_mix, head_loss
 from sakiyomi.train.mlp import MlpTrainee, solve_start
@@ -320,7 +320,12 @@ class Fit:
         state.hit = 0.95 * state.hit + 0.05 * hits if state.step else hits
         state.rows += num_rows
         rate = num_rows / (time.perf_counter() - started)
-        self._tell(Progress(state.step + 1, len(self.plans), state.loss, state.hit, rate, state.best_length))
+        self._say(Progress(state.step + 1, len(self.plans), state.loss, state.hit, rate, state.best_length))
+
+    def _say(self, progress: Progress) -> None:
+        told = f"fitting: loss {progress.loss:.3f}, hit {progress.hit:.3f}, {progress.rows_per_s:.0f} rows/s"
+        self._report(f"{told}, best length {progress.best:.3f}", progress.step, progress.num_steps)
+        self._tell(progress)
 
     def _descend(self, loss: Tensor) -> None:
         config, optimizer = self.config, self.state.optimizer
@@ -372,19 +377,24 @@ class Fit:
         sharpness = fit_sharpness(self.trainee, self.frozen, self.shards, self.held_out, self.vocabulary)
         found = self.measure()
         path = self.folder / DRAFTER_FILE
-        write_drafter(
-            path,
-            DrafterFile(
-                kind=self.trainee.kind,
-                config={**config, "sharpness": sharpness},
-                taps=self.shards.taps,
-                target=target,
-                tensors=self._stored(tensors),
-                vocabulary=self.vocabulary.astype(np.int32),
-                recipe={**_plain(self.config), "documents": len(self.members), "rows": self.state.rows},
-                measured={"held_out": found.as_dict(), "curve": self.state.curve, "best_step": self.state.best_step},
-            ),
-        )
+        with replacing(path) as working:
+            write_drafter(
+                working,
+                DrafterFile(
+                    kind=self.trainee.kind,
+                    config={**config, "sharpness": sharpness},
+                    taps=self.shards.taps,
+                    target=target,
+                    tensors=self._stored(tensors),
+                    vocabulary=self.vocabulary.astype(np.int32),
+                    recipe={**_plain(self.config), "documents": len(self.members), "rows": self.state.rows},
+                    measured={
+                        "held_out": found.as_dict(),
+                        "curve": self.state.curve,
+                        "best_step": self.state.best_step,
+                    },
+                ),
+            )
         return path
 
     def _stored(self, tensors: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, Stored]:
@@ -434,14 +444,8 @@ class Fit:
     def _save(self) -> None:
         state, path = self.state, self.folder / STATE_FILE
         told = {**state.as_dict(), "identity": self._identity()}
-        self.folder.mkdir(parents=True, exist_ok=True)
-        data = save(state.tensors(), {"sakiyomi": json.dumps(told)})
-        working = path.with_name(path.name + ".part")
-        with working.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        working.replace(path)
+        with replacing(path) as working:
+            working.write_bytes(save(state.tensors(), {"sakiyomi": json.dumps(told)}))
         self._last_saved = time.monotonic()
 
     def _load(self) -> _State | None:
