@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sakiyomi.cli import INTERRUPTED, chat, demo, generate, prove, pull
+from sakiyomi.cli import INTERRUPTED, chat, demo, generate, prove, pull, train
 from sakiyomi.cli.show import join_lines, print_error
 from sakiyomi.errors import SakiyomiError
 
@@ -35,6 +35,7 @@ app.command("chat")(chat.chat)
 app.command("pull")(pull.pull)
 app.command("demo")(demo.demo)
 app.command("prove")(prove.prove)
+app.command("train")(train.train)
 
 
 def run(arguments: Sequence[str]) -> int:

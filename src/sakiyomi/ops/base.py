@@ -140,6 +140,24 @@ class LayerWeights:
     down: Weight
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpWeights:
+    """Weights of one step of a recurrent MLP speculator (nets/mlp.py); gate_up stacks gate and up: [2I, H]."""
+
+    fuse: Weight
+    bias: Array
+    inner_norm: Array
+    gate_up: Weight
+    down: Weight
+    norm: Array
+    ones: Array
+    eps: float
+
+
+Hide = Callable[[str, Array], Array]
+"""From the name of a matrix and its inputs to the inputs with some of them hidden (training's dropout)."""
+
+
 class Ops(ABC):
     """The operations. Arrays are the implementation's own; integer arguments are numpy int32 arrays."""
 
@@ -174,6 +192,10 @@ class Ops(ABC):
     @abstractmethod
     def embed(self, table: Weight, ids: npt.NDArray[np.int32]) -> Array:
         """Rows of an embedding table: ids [R] -> [R, K]."""
+
+    @abstractmethod
+    def select_rows(self, weight: Weight, ids: npt.NDArray[np.int32]) -> Weight:
+        """The outputs `ids` [K] of a weight [N, H] as a weight [K, H] of the same precision."""
 
     @abstractmethod
     def linear(self, x: Array, weight: Weight, bias: Array | None = None) -> Array:
@@ -230,6 +252,28 @@ class Ops(ABC):
     @abstractmethod
     def argmax(self, x: Array) -> npt.NDArray[np.int64]:
         """The lowest index of the largest value of each row: [R, N] -> [R]."""
+
+    # ---- a step of an MLP speculator, composed
+
+    def mlp_state(
+        self, left: Array, token_ids: npt.NDArray[np.int32], embedding: Weight, weights: MlpWeights, hide: Hide | None
+    ) -> Array:
+        """The states [R, H] behind `token_ids` [R], from the states [R, n * H] in front of them."""
+        hide = hide or (lambda name, x: x)
+        x = self.concat([left, self.embed(embedding, token_ids)])
+        num_rows, width = x.shape
+        hidden = len(weights.ones)
+        normed = self.rms_norm(x.reshape(-1, hidden), weights.ones, weights.eps).reshape(num_rows, width)
+        fused = self.linear(hide("fuse", normed), weights.fuse, weights.bias)
+        inner = self.silu_mul(self.linear(self.rms_norm(fused, weights.inner_norm, weights.eps), weights.gate_up))
+        return self.add(fused, self.linear(hide("down", inner), weights.down))
+
+    def mlp_step(
+        self, left: Array, token_ids: npt.NDArray[np.int32], embedding: Weight, weights: MlpWeights, head: Weight
+    ) -> tuple[Array, Array]:
+        """`mlp_state`, and the logits [R, K] over a head [K, H]."""
+        states = self.mlp_state(left, token_ids, embedding, weights, None)
+        return states, self.linear(self.rms_norm(states, weights.norm, weights.eps), head)
 
     # ---- a decoder stack, composed
 
