@@ -31,7 +31,7 @@ LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in name
 ALTERNATIVES = {
     "drafters": frozenset[str](),
     "verify": frozenset[str](),
-    "checkpoints": frozenset({"files"}),
+    "checkpoints": frozenset({"files", "layout"}),
     "ops": frozenset({"base"}),  # what the implementations may import
 }
 # The only places that may import torch or transformers; everything else runs without them.
