@@ -310,6 +310,24 @@ class Output(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """What a target lends to the nets of its drafters.
+
+    Attributes:
+        ops: the operations (`ops.base.Ops`) that its weights are prepared for.
+        embedding, head: weights [V, H].
+        norm: the final norm's weight [H].
+        eps: of its norms.
+    """
+
+    ops: Any
+    embedding: Any
+    head: Any
+    norm: Array
+    eps: float
+
+
 class Model(Protocol):
     """Something that verifies: target models, and drafters' own models too."""
 
@@ -326,6 +344,10 @@ class Model(Protocol):
     def shallow(self, num_layers: int) -> Model:
         """The same model cut after its first layers, sharing weights."""
         ...
+
+    def lend(self) -> Lent | None:
+        """What drafters may share of its weights; None where it has none to share."""
+        return None
 
 
 # ---------------------------------------------------------------------------------------------- speculation

@@ -16,17 +16,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
 from sakiyomi.errors import ParameterError
-from sakiyomi.noise import PURPOSE_DRAFT, Randomness
+from sakiyomi.noise import Randomness
 from sakiyomi.plugins import MAX_DRAFT_TOKENS, check_bounds
-from sakiyomi.sampling.choose import rank
-from sakiyomi.sampling.distributions import KeyedRandomness, Law, law_of
-from sakiyomi.tree import ROOT, Draft, TreeBuilder
+from sakiyomi.sampling.distributions import KeyedRandomness
+from sakiyomi.sampling.growth import Growth, OutputCandidates
+from sakiyomi.tree import ROOT, Draft
 from sakiyomi.types import Cache, Drafter, DrafterContext, DrawMode, Model, Output, Sequence, Span
 
 logger = logging.getLogger("sakiyomi")
@@ -70,7 +68,7 @@ class ModelDrafter(Drafter):
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         growths = [self._start(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
-        active = [growth for growth in growths if growth.max_depth > 0]
+        active = [growth for growth in growths if growth.frontier]
         for growth in active:
             self._catch_up(growth)
         while active:
@@ -87,10 +85,7 @@ class ModelDrafter(Drafter):
     def _start(self, sequence: Sequence, budget: int) -> _Growth:
         if not isinstance(sequence.memo, _State):
             sequence.memo = _State(self.model.new_cache())
-        # At temperature 0 all three forms take the most probable token, which no law needs to describe.
-        draw = "argmax" if sequence.params.is_greedy else self.draw
-        num_tokens = self._num_tokens(sequence, budget)
-        return _Growth(sequence, sequence.memo, self.config, draw, self.randomness, num_tokens, budget)
+        return _Growth(sequence, sequence.memo, self, self._num_tokens(sequence, budget), budget)
 
     def _num_tokens(self, sequence: Sequence, budget: int) -> int:
         """Depth of the draft: the last one drafted is never fed, so it needs no room in the drafter's context."""
@@ -142,83 +137,35 @@ class _State:
         self._num_agreed = min(self._num_agreed, length)
 
 
-class _Growth:
-    """A draft of one sequence in the making.
+class _Growth(Growth):
+    """A draft with the cache that its rows land in.
 
-    Attributes:
-        frontier: the nodes whose children come next; the first is the root.
-        fed: the nodes that the next pass must feed again in front of the frontier, since rows of a tree are not
-            committed; empty for a chain, whose rows are.
+    Rows of a tree are not committed, so the next pass feeds its nodes again in front of the frontier; those of a chain
+    are.
     """
 
-    def __init__(
-        self,
-        sequence: Sequence,
-        state: _State,
-        config: ModelDrafter.Config,
-        draw: DrawMode,
-        randomness: Randomness,
-        max_depth: int,
-        budget: int,
-    ) -> None:
-        self.sequence = sequence
+    def __init__(self, sequence: Sequence, state: _State, drafter: ModelDrafter, max_depth: int, budget: int) -> None:
+        width, max_nodes = drafter.config.width, min(budget, drafter.config.max_nodes)
+        super().__init__(
+            sequence, drafter.draw, drafter.randomness, width=width, max_depth=max_depth, max_nodes=max_nodes
+        )
         self.state = state
-        self.max_depth = max_depth
-        self.frontier = [ROOT]
-        self._draw = draw
-        self._randomness = randomness
-        self._width = config.width
-        self._max_nodes = min(budget, config.max_nodes)
+        self._is_chain = width == 1
         self._fed: list[int] = []
-        self._tree = TreeBuilder()
-        self._laws: list[Law] = []
 
     def span(self) -> Span:
         """What the next pass computes: the frontier behind its ancestors."""
         nodes = [*self._fed, *self.frontier]
         rows = {node: row for row, node in enumerate(nodes)}
-        tokens = [self.sequence.tokens[-1] if node == ROOT else self._tree.tokens[node] for node in nodes]
-        parents = [-1 if node == ROOT else rows.get(self._tree.parents[node], -1) for node in nodes]
-        return Span(self.state.cache, tokens, parents, range(len(self._fed), len(nodes)))
+        parents = [-1 if node == ROOT else rows.get(self.tree.parents[node], -1) for node in nodes]
+        return Span(self.state.cache, [self.token(node) for node in nodes], parents, range(len(self._fed), len(nodes)))
 
     def grow(self, output: Output) -> None:
         """Append the children of the frontier."""
-        if self._width == 1:
-            last = self.frontier[0]
-            self.state.keep([self.sequence.tokens[-1] if last == ROOT else self._tree.tokens[last]])
+        if self._is_chain:
+            self.state.keep([self.token(self.frontier[0])])
         else:
             self._fed += self.frontier
         for row, node in enumerate(self.frontier):
-            self._add_children(node, row, output)
-        depth = self._tree.depths[-1]
-        is_full = self._draw == "independent" and len(self._tree) >= self._max_nodes
-        goes_on = depth < self.max_depth and not is_full
-        self.frontier = self._tree.frontier(self._width, self.sequence.end_ids) if goes_on else []
-
-    def _add_children(self, node: int, row: int, output: Output) -> None:
-        history = self.sequence.history(self._tree.path_tokens(node))
-        if self._draw == "argmax" and not history.params.is_greedy:
-            history = replace(history, params=replace(history.params, temperature=0.0))
-        if self._draw == "independent":
-            # How many are drawn is settled before any is, and none is dropped afterwards: laws stay what they are.
-            count = min(self._width, self._max_nodes - len(self._tree))
-            law = law_of(output.row(row), history)
-            key = self.sequence.noise_key(node, PURPOSE_DRAFT)
-            tokens = self._randomness.draw(key, law.ids, law.probs, count) if count > 0 else []
-            self._laws += [law] * len(tokens)
-            self._tree.add(node, tokens, [float(np.log(law.probability(token))) for token in tokens])
-        elif self._width == 1:
-            self._tree.add(node, [output.choose(row, history)], [0.0])
-        else:
-            self._tree.add(node, *rank(output.row(row), history, self._width))
-
-    def draft(self) -> Draft:
-        if self._draw != "independent":
-            drawn: Literal["fixed", "coupled"] = "fixed" if self._draw == "argmax" else "coupled"
-            return self._tree.build(self._tree.select(self._max_nodes), drawn)
-        return replace(
-            self._tree.build(),
-            drawn="independent" if self._width == 1 else "without_replacement",
-            probs=[law.probs for law in self._laws],
-            probs_ids=[law.ids for law in self._laws],
-        )
+            self.add(node, OutputCandidates(output, row))
+        self.go_on()

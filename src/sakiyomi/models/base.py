@@ -15,7 +15,7 @@ from sakiyomi.errors import ParameterError
 from sakiyomi.models.packing import make_room, pack_spans, split_result
 from sakiyomi.nets.decoder import Decoder, DecoderConfig
 from sakiyomi.ops.base import Ops
-from sakiyomi.types import Checkpoint, ModelInfo, Output, Span
+from sakiyomi.types import Checkpoint, Lent, ModelInfo, Output, Span
 
 
 class DecoderModel:
@@ -62,6 +62,11 @@ class DecoderModel:
         cut.decoder = self.decoder.shallow(num_layers)
         cut.info = replace(self.info, num_layers=num_layers)
         return cut
+
+    def lend(self) -> Lent:
+        """Embedding, head and final norm, for the nets of drafters."""
+        decoder = self.decoder
+        return Lent(decoder.ops, decoder.embedding, decoder.head, decoder.norm, decoder.config.eps)
 
     @property
     def _cache_shape(self) -> tuple[int, int, int]:

@@ -176,6 +176,10 @@ class Ops(ABC):
         """Rows of an embedding table: ids [R] -> [R, K]."""
 
     @abstractmethod
+    def select_rows(self, weight: Weight, ids: npt.NDArray[np.int32]) -> Weight:
+        """The outputs `ids` [K] of a weight [N, H] as a weight [K, H] of the same precision."""
+
+    @abstractmethod
     def linear(self, x: Array, weight: Weight, bias: Array | None = None) -> Array:
         """x [R, K] times the transposed weight [N, K], plus bias [N] -> [R, N]."""
 

@@ -153,6 +153,9 @@ class NativeOps(Ops):
         _native.embed(table, ids, out)
         return out
 
+    def select_rows(self, weight: Any, ids: npt.NDArray[np.int32]) -> Any:
+        return _native.select_rows(weight, _ints(ids))
+
     def linear(self, x: Floats, weight: Any, bias: Floats | None = None) -> Floats:
         out = np.empty((len(x), weight.shape[0]), np.float32)
         _native.linear(_floats(x), weight, bias, out, self.threads)

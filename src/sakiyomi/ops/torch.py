@@ -91,6 +91,10 @@ class TorchOps(Ops):
         """Rows of an embedding table: ids [R] -> [R, K]."""
         return F.embedding(self._on_device(ids).long(), table)
 
+    def select_rows(self, weight: Tensor, ids: npt.NDArray[np.int32]) -> Tensor:
+        """Rows of a weight: [N, H] -> [len(ids), H]."""
+        return weight[self._on_device(ids).long()]
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [R, K] -> [R, N]."""
         return F.linear(x, weight, bias)

@@ -16,7 +16,7 @@ from sakiyomi.decode import PREFILL_CHUNK
 from sakiyomi.models.packing import check_span
 from sakiyomi.models.toy import TokenCache
 from sakiyomi.sampling.choose import choose
-from sakiyomi.types import Array, Cache, History, Model, Output, Span
+from sakiyomi.types import Array, Cache, History, Lent, Model, Output, Span
 
 MAX_BYTES = 256 * 2**20
 MAX_TAIL = 8  # tokens beyond a prefilled beginning that a row may recompute
@@ -51,6 +51,9 @@ class MemoModel(Model):
         if num_layers not in self._shallow:
             self._shallow[num_layers] = MemoModel(self._model.shallow(num_layers))
         return self._shallow[num_layers]
+
+    def lend(self) -> Lent | None:
+        return self._model.lend()
 
     def row(self, path: Path) -> Logits:
         """The logits of the token that follows all of `path`."""

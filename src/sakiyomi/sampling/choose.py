@@ -81,8 +81,12 @@ def choose_reference(logits: Float32s, history: History) -> int:
     return int(ids[np.argmax(scores[ids] + gumbel(history.seed, history.position, ids))])
 
 
-def rank(logits: Float32s, history: History, count: int) -> tuple[list[int], list[float]]:
+def rank(logits: Float32s, history: History, count: int, subset: Ids | None = None) -> tuple[list[int], list[float]]:
     """The `count` tokens that come first in the order by which `choose` takes one: candidates for a drafted tree.
+
+    Args:
+        subset: the ascending ids that `logits` are of, where they are not all; not for a history whose parameters
+            tell ids apart (`depends_on_ids`).
 
     Returns:
         Ids, best first, the first one that of `choose`; and the log-softmax of what they were ordered by (score +
@@ -98,12 +102,13 @@ def rank(logits: Float32s, history: History, count: int) -> tuple[list[int], lis
     else:
         scores = filter_scores(row, history.params)
         ids = np.flatnonzero(scores > -np.inf)
-        noise = (gumbel if _native is None else _native.gumbel)(history.seed, history.position, ids)
+        named = ids if subset is None else subset[ids]
+        noise = (gumbel if _native is None else _native.gumbel)(history.seed, history.position, named)
         keys = scores[ids] + noise
-    order = np.argsort(-keys, kind="stable")[:count]
+    order = _largest(keys, min(count, len(keys)))
     shifted = keys - keys[order[0]]
     log_total = exact_log(exact_exp(shifted).sum())
-    return ids[order].tolist(), (shifted[order] - log_total).tolist()
+    return (ids if subset is None else subset[ids])[order].tolist(), (shifted[order] - log_total).tolist()
 
 
 def weigh(logits: Float32s, history: History) -> tuple[Ids, Float64s]:
@@ -205,17 +210,26 @@ def process_logits(logits: Float32s, history: History) -> Float32s:
     answer and path) and presence.
     """
     row, params = _row(logits), history.params
-    too_short = history.position - history.num_prompt < params.min_tokens
-    if not (too_short or params.logit_bias or params.has_penalties):
+    if not depends_on_ids(history):
         return row
     row = row.copy()
-    if too_short:
+    if _is_too_short(history):
         row[_banned_ids(history, row.size)] = -np.inf
     if params.logit_bias:
         row[_biased_ids(params.logit_bias, row.size)] += np.fromiter(params.logit_bias.values(), np.float32)
     if params.has_penalties:
         _penalize(row, history)
     return row
+
+
+def depends_on_ids(history: History) -> bool:
+    """Whether the parameters treat some ids unlike others at this place."""
+    params = history.params
+    return bool(_is_too_short(history) or params.logit_bias or params.has_penalties)
+
+
+def _is_too_short(history: History) -> bool:
+    return history.position - history.num_prompt < history.params.min_tokens
 
 
 def _penalize(row: Float32s, history: History) -> None:
@@ -296,8 +310,8 @@ def _shift(row: Float32s, best: float) -> Float64s:
     return row.astype(np.float64) - np.float64(best)
 
 
-def _largest(row: Float32s, k: int) -> Ids:
-    """The ids of the k largest logits, largest first, the lower id first among equals."""
+def _largest(row: Float32s | Float64s, k: int) -> Ids:
+    """The indices of the k largest values, largest first, the lower index first among equals."""
     if k == 0:
         return NO_IDS
     border = np.partition(row, row.size - k)[row.size - k]
