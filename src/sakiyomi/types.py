@@ -121,7 +121,7 @@ class DrafterFile:
         kind: the drafter that reads it ("mlp", "eagle3", "peagle", "medusa").
         config: numbers of its net.
         taps: the target's layers whose hidden states it reads (0: the embedding, L: before the final norm).
-        target: what is known of the model that it was trained for.
+        target: what `nets.binding.describe_target` said of the model that it was trained for.
         tensors: the net's names to arrays.
         vocabulary: int32, the ascending ids that it drafts, or None for all.
         recipe, measured: how it was trained, and what it reached then.
