@@ -377,12 +377,15 @@ class DrafterContext:
         load_model: loads a second model by name and checks that it shares the target's tokenizer.
         draw: how the verifier wants tokens to be found; for drafters that can choose.
         make_drafters: builds the drafters that a text joins by "+", for the same target.
+        open_drafter: reads the trained drafter of one of some kinds from a path, or (None) the one that comes with the
+            package, and checks that it was made for the target.
     """
 
     target: Model
     load_model: Callable[[str], Model]
     draw: DrawMode = "coupled"
     make_drafters: Callable[[str], list[Drafter]] | None = None
+    open_drafter: Callable[[tuple[str, ...], str | None], DrafterFile] | None = None
 
 
 class Drafter(Protocol):

@@ -85,6 +85,13 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                 if name not in self._entries:
                     raise CheckpointError(f"{index} lists tensor {name}, but no shard holds it; fetch the model again.")
 
+    @classmethod
+    def of(cls, path: Path) -> SafetensorsFolder:
+        """The tensors of one file."""
+        one = cls.__new__(cls)
+        one._entries = _read_header(path)
+        return one
+
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
         return self._entries[name].read()
 

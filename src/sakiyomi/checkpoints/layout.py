@@ -102,7 +102,8 @@ def read_vocabulary(
         )
     if t2d is not None and not np.array_equal(np.flatnonzero(np.asarray(t2d)), ids):
         raise CheckpointError(f"{path}: t2d marks other ids than d2t names; export the drafter again.")
-    return ids.astype(np.int32)
+    vocabulary: npt.NDArray[np.int32] = ids.astype(np.int32)
+    return vocabulary
 
 
 def input_layers(ids: Sequence[int], *, is_output_of: bool) -> tuple[int, ...]:
