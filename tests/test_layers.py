@@ -31,11 +31,11 @@ LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in name
 ALTERNATIVES = {
     "drafters": frozenset[str](),
     "verify": frozenset[str](),
-    "checkpoints": frozenset[str](),
+    "checkpoints": frozenset({"files", "layout"}),
     "ops": frozenset({"base"}),  # what the implementations may import
 }
 # The only places that may import torch or transformers; everything else runs without them.
-NEEDS_TORCH = ("ops.torch", "ops.torch_noise", "models.torch", "models.hf", "hf", "train")
+NEEDS_TORCH = ("ops.torch", "ops.torch_noise", "models.torch", "models.hf", "hf", "train", "checkpoints.pickled")
 NEEDS_NATIVE = ("ops.native", "sampling.choose", "lookup.automaton")
 
 

@@ -18,7 +18,7 @@ from sakiyomi.errors import CheckpointError, MissingExtraError, ParameterError, 
 from sakiyomi.plugins import find_class, list_names, make_config, parse_spec, suggest
 from sakiyomi.text.chat import ChatTemplate
 from sakiyomi.text.tokenizer import Tokenizer
-from sakiyomi.types import Checkpoint, Drafter, DrafterContext, DrawMode, Model, Verifier
+from sakiyomi.types import Checkpoint, Drafter, DrafterContext, DrafterFile, DrawMode, Model, Verifier
 
 logger = logging.getLogger("sakiyomi")
 
@@ -219,9 +219,82 @@ def make_drafter(
         lambda model: wrap(_load_drafting_model(model, target, options)),
         draw,
         lambda parts: [make_drafter(part, target, options, draw=draw, wrap=wrap) for part in _split_drafters(parts)],
+        lambda kinds, path: open_drafter(kinds, path, target.model),
     )
     built: Drafter = drafter(config, context)
     return built
+
+
+def open_drafter(kinds: tuple[str, ...], path: str | None, target: Model) -> DrafterFile:
+    """The trained drafter of one of `kinds` at `path`, or the one that comes with the package, made for `target`.
+
+    Raises:
+        ParameterError: nothing comes with the package for this target, or it lends no weights.
+        CheckpointError: a file that is damaged, of another kind, or made for another model.
+    """
+    from sakiyomi.checkpoints.drafter import find_packaged
+    from sakiyomi.nets.binding import find_mismatch
+
+    lent, info = target.lend(), target.info
+    if lent is None:
+        raise ParameterError(
+            f"the drafter {kinds[0]} needs a target that lends its weights, and {info.name} has none to lend; take a "
+            "drafter that needs no training, such as suffix."
+        )
+    if path is None:
+        packaged = [stored for kind in kinds for stored in find_packaged(kind)]
+        fitting = [stored for stored in packaged if find_mismatch(stored.target, info, lent) is None]
+        if fitting:
+            return fitting[0]
+        raise ParameterError(
+            f"no drafter of kind {kinds[0]} comes with the package for {info.name}; write {kinds[0]}:path=PATH with "
+            f"one that `sakiyomi train {kinds[0]}` made or that was published for this model, or take suffix."
+        )
+    stored = read_drafter_at(Path(path).expanduser())
+    if stored.kind not in kinds:
+        raise CheckpointError(f"{path} holds a drafter of kind {stored.kind!r}; write {stored.kind}:path={path}.")
+    mismatch = find_mismatch(stored.target, info, lent)
+    if mismatch is not None:
+        raise CheckpointError(
+            f"{path} was trained for {stored.target.get('name') or 'another model'}, not for {info.name}: {mismatch}; "
+            f"take a drafter of this model, or train one with `sakiyomi train {stored.kind}`."
+        )
+    return stored
+
+
+def read_drafter_at(path: Path) -> DrafterFile:
+    """A drafter in our own file, or in a folder of EAGLE, speculators or Medusa heads.
+
+    Raises:
+        CheckpointError: nothing readable there.
+    """
+    if not path.is_dir():
+        from sakiyomi.checkpoints.drafter import read_drafter
+
+        return read_drafter(path)
+    from sakiyomi.checkpoints.eagle import read_eagle
+    from sakiyomi.checkpoints.files import read_json
+    from sakiyomi.checkpoints.medusa import read_medusa
+    from sakiyomi.checkpoints.speculators import read_speculators
+
+    tensors, config = _read_tensors(path), read_json(path / "config.json", {})
+    if config.get("speculators_model_type") is not None:
+        return read_speculators(path, tensors)
+    if "medusa_num_heads" in config or config.get("model_type") == "medusa":
+        return read_medusa(path, tensors)
+    return read_eagle(path, tensors)
+
+
+def _read_tensors(folder: Path) -> Mapping[str, Any]:
+    """The weights of a folder of heads, whatever kind of file holds them."""
+    from sakiyomi.checkpoints.files import SafetensorsFolder
+    from sakiyomi.checkpoints.pickled import read_pickled
+
+    names = ("medusa_lm_head.safetensors", "pytorch_model.bin", "medusa_lm_head.pt")
+    found = [folder / name for name in names if (folder / name).is_file()]
+    if not found or (folder / "model.safetensors").is_file():
+        return SafetensorsFolder(folder)
+    return SafetensorsFolder.of(found[0]) if found[0].suffix == ".safetensors" else read_pickled(found[0])
 
 
 def _read_drafter(spec: str, more: Mapping[str, Any] | None) -> tuple[Any, Any]:

@@ -113,6 +113,30 @@ class Checkpoint:
     files: tuple[Path, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class DrafterFile:
+    """A trained drafter as it is stored, in one form whatever the file format.
+
+    Attributes:
+        kind: the drafter that reads it ("mlp", "eagle3", "peagle", "medusa").
+        config: numbers of its net.
+        taps: the target's layers whose hidden states it reads (0: the embedding, L: before the final norm).
+        target: what `nets.binding.describe_target` said of the model that it was trained for.
+        tensors: the net's names to arrays.
+        vocabulary: int32, the ascending ids that it drafts, or None for all.
+        recipe, measured: how it was trained, and what it reached then.
+    """
+
+    kind: str
+    config: Mapping[str, Any]
+    taps: tuple[int, ...]
+    target: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    vocabulary: npt.NDArray[np.int32] | None = None
+    recipe: Mapping[str, Any] | None = None
+    measured: Mapping[str, Any] | None = None
+
+
 # ---------------------------------------------------------------------------------------------- sequences
 
 
@@ -353,12 +377,15 @@ class DrafterContext:
         load_model: loads a second model by name and checks that it shares the target's tokenizer.
         draw: how the verifier wants tokens to be found; for drafters that can choose.
         make_drafters: builds the drafters that a text joins by "+", for the same target.
+        open_drafter: reads the trained drafter of one of some kinds from a path, or (None) the one that comes with the
+            package, and checks that it was made for the target.
     """
 
     target: Model
     load_model: Callable[[str], Model]
     draw: DrawMode = "coupled"
     make_drafters: Callable[[str], list[Drafter]] | None = None
+    open_drafter: Callable[[tuple[str, ...], str | None], DrafterFile] | None = None
 
 
 class Drafter(Protocol):

@@ -18,7 +18,6 @@ import json
 import os
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,32 +27,13 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from sakiyomi.errors import CheckpointError
-from sakiyomi.types import Quantized, Tensor
+from sakiyomi.types import DrafterFile, Quantized, Tensor
 
 FORMAT = 1
 KEY = "sakiyomi"
 VOCABULARY = "vocabulary.ids"
 _MAX_HEADER = 10_000_000
 _PARTS = (".values", ".scales", ".mins")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DrafterFile:
-    """A drafter as it is stored.
-
-    Attributes:
-        vocabulary: int32, the ascending ids that it drafts, or None for all.
-        target: what `fingerprint` said of the target, and more for people.
-    """
-
-    kind: str
-    config: Mapping[str, Any]
-    taps: tuple[int, ...]
-    target: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
-    vocabulary: npt.NDArray[np.int32] | None = None
-    recipe: Mapping[str, Any] | None = None
-    measured: Mapping[str, Any] | None = None
 
 
 def write_drafter(path: Path, drafter: DrafterFile) -> None:

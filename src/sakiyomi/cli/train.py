@@ -123,8 +123,6 @@ def _print(trained: Trained, drafter: str) -> None:
 
 
 def _print_measured(console: Console, results: list[dict[str, Any]]) -> None:
-    from rich import box
-    from rich.table import Table
 
     lengths = sorted({one["length"] for one in results})
     deepest = range(1, max(lengths) + 1)

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from sakiyomi.checkpoints.drafter import DrafterFile, find_packaged, read_drafter
+from sakiyomi.checkpoints.drafter import find_packaged, read_drafter
 from sakiyomi.errors import CheckpointError, ParameterError
 from sakiyomi.nets.binding import find_mismatch
 from sakiyomi.nets.mlp import HEAD, MlpConfig, MlpSpeculator
@@ -24,7 +24,7 @@ from sakiyomi.plugins import MAX_DRAFT_TOKENS, check_bounds
 from sakiyomi.sampling.distributions import KeyedRandomness
 from sakiyomi.sampling.growth import Growth, SubsetCandidates
 from sakiyomi.tree import Draft
-from sakiyomi.types import Array, Drafter, DrafterContext, DrawMode, Lent, Sequence
+from sakiyomi.types import Array, Drafter, DrafterContext, DrafterFile, DrawMode, Lent, Sequence
 
 KIND = "mlp"
 

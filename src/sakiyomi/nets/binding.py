@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from sakiyomi.types import Lent, ModelInfo
+from sakiyomi.errors import CheckpointError
+from sakiyomi.types import DrafterFile, Lent, ModelInfo
 
 NUM_PROBES = 64
 TOLERANCE = 0.1
@@ -29,11 +30,30 @@ def describe_target(info: ModelInfo, lent: Lent) -> dict[str, Any]:
     return {"name": info.name, **{key: getattr(info, key) for key in SHAPE}, "probe": probe}
 
 
+def resolve_taps(stored: DrafterFile, num_layers: int) -> tuple[int, ...]:
+    """The layers whose hidden states a drafter reads, by our count; files of other projects may leave them out.
+
+    Raises:
+        CheckpointError: layers that the target does not have, or another number of them than the net reads.
+    """
+    default = (2, num_layers // 2, num_layers - 3) if stored.kind in ("eagle3", "peagle") else (num_layers,)
+    taps = stored.taps or default
+    wanted = stored.config.get("num_taps", len(taps))
+    if len(taps) != wanted or sorted(set(taps)) != list(taps) or not 0 <= taps[0] <= taps[-1] <= num_layers:
+        raise CheckpointError(
+            f"the drafter reads the layers {list(taps)} and its net takes {wanted}; a target of {num_layers} layers "
+            f"needs that many ascending numbers from 0 to {num_layers}."
+        )
+    return taps
+
+
 def find_mismatch(told: Mapping[str, Any], info: ModelInfo, lent: Lent) -> str | None:
     """Why a drafter for the target `told` does not fit this one, or None."""
-    for key in SHAPE:
+    for key in SHAPE if "probe" in told else sorted(set(SHAPE) & set(told)):
         if told.get(key) != getattr(info, key):
             return f"its {key} is {getattr(info, key)} and the drafter's target had {told.get(key)}"
+    if "probe" not in told:
+        return None  # files of other projects tell no more
     probe, own = np.array(told.get("probe", [])), np.array(describe_target(info, lent)["probe"])
     if probe.shape != own.shape or np.linalg.norm(own - probe) > TOLERANCE * np.linalg.norm(probe):
         return "its shape fits, but its embeddings are those of another model"

@@ -367,6 +367,17 @@ def _windows(config: Mapping[str, Any], model_type: str, num_layers: int) -> tup
     return tuple(window if kind == "sliding_attention" else None for kind in kinds[:num_layers])
 
 
+def rope_frequencies(
+    config: Mapping[str, Any], head_dim: int, max_positions: int
+) -> tuple[npt.NDArray[np.float32], float]:
+    """Inverse frequencies [D / 2] and the factor on cos and sin that a transformers configuration asks for.
+
+    Raises:
+        CheckpointError: a rope type or parameter that is not supported.
+    """
+    return _rope_frequencies(_rope_parameters(config, max_positions), head_dim, config.get("rope_freq_factors"))
+
+
 def _rope_parameters(config: Mapping[str, Any], max_positions: int) -> dict[str, Any]:
     """Rope parameters in one form: transformers 5 writes `rope_parameters`, earlier ones two keys."""
     rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})

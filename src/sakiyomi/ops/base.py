@@ -315,8 +315,22 @@ class Ops(ABC):
         mask: Mask,
         window: int | None,
     ) -> Array:
-        num_heads, num_kv, width = spec.num_heads, spec.num_kv_heads, spec.head_dim
         normed = self.rms_norm(x, layer.input_norm, spec.eps)
+        x = self.add(x, self.self_attention(normed, layer, spec, positions, past, mask, window))
+        return self.add(x, self.feed_forward(x, layer, spec.eps))
+
+    def self_attention(
+        self,
+        normed: Array,
+        layer: LayerWeights,
+        spec: StackSpec,
+        positions: npt.NDArray[np.int32],
+        past: Past | None,
+        mask: Mask,
+        window: int | None = None,
+    ) -> Array:
+        """What a layer's attention adds to its residual stream, from what it reads [R, K of `layer.qkv`]."""
+        num_heads, num_kv, width = spec.num_heads, spec.num_kv_heads, spec.head_dim
         qkv = self.linear(normed, layer.qkv, layer.qkv_bias).reshape(len(positions), num_heads + 2 * num_kv, width)
         q, k, v = qkv[:, :num_heads], qkv[:, num_heads : num_heads + num_kv], qkv[:, num_heads + num_kv :]
         if layer.q_norm is not None:
@@ -329,6 +343,9 @@ class Ops(ABC):
             assert isinstance(mask, Causal | Tree), "only Causal and Tree masks go with a cache"
             k, v = self.store(past, k, v, mask.bounds)
         attended = self.attend(q, k, v, past, mask, window)
-        x = self.add(x, self.linear(attended, layer.output, layer.output_bias))
-        normed = self.rms_norm(x, layer.post_norm, spec.eps)
-        return self.add(x, self.linear(self.silu_mul(self.linear(normed, layer.gate_up)), layer.down))
+        return self.linear(attended, layer.output, layer.output_bias)
+
+    def feed_forward(self, x: Array, layer: LayerWeights, eps: float) -> Array:
+        """What a layer's inner part adds to its residual stream x [R, H]."""
+        normed = self.rms_norm(x, layer.post_norm, eps)
+        return self.linear(self.silu_mul(self.linear(normed, layer.gate_up)), layer.down)

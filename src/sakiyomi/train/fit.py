@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from sakiyomi.checkpoints.drafter import DrafterFile, write_drafter
+from sakiyomi.checkpoints.drafter import write_drafter
 from sakiyomi.errors import CheckpointError, ParameterError, SakiyomiError
 from sakiyomi.nets.binding import describe_target
 from sakiyomi.nets.mlp import HEAD, MlpConfig
@@ -39,7 +39,7 @@ from sakiyomi.train.heads import CandidateSet, Frozen, Trainee
 from sakiyomi.train.losses import check_mix, head_loss
 from sakiyomi.train.mlp import MlpTrainee, solve_start
 from sakiyomi.train.shards import Shards
-from sakiyomi.types import GROUP_SIZE, Model
+from sakiyomi.types import GROUP_SIZE, DrafterFile, Model
 from sakiyomi.types import Tensor as Stored
 
 Report = Callable[[str, int, int], None]
