@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from sakiyomi.decode import Step, forget, prefill, step
+from sakiyomi.decode import Step, advance, forget, prefill, propose
 from sakiyomi.engine.metrics import AcceptanceCounter
 from sakiyomi.types import Cache, Drafter, Model, Sequence, Verifier
 
@@ -33,6 +33,7 @@ class Job:
         prefix: what the job shares with the other samples of its prompt.
         keeps_cache: whether the cache outlives the job (a chat goes on from it).
         prefill_s, decode_s: seconds from admission to the end of the prompt, and from there to the end.
+        draft_s: seconds of `decode_s` in which its steps drafted.
         error: what ended the job early, or None.
     """
 
@@ -43,6 +44,7 @@ class Job:
     steps: list[Step] = field(default_factory=list)
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    draft_s: float = 0.0
     error: Exception | None = None
     started: float = 0.0
 
@@ -77,7 +79,7 @@ class Engine:
         if not jobs:
             return []
         try:
-            steps = step(self._model, self._drafter, self._verifier, [job.sequence for job in jobs], _budgets(jobs))
+            steps = self._advance(jobs)
         except Exception as error:
             logger.debug("A step failed:", exc_info=error)
             if len(jobs) == 1:
@@ -122,12 +124,21 @@ class Engine:
         results = []
         for job in jobs:
             try:
-                steps = step(self._model, self._drafter, self._verifier, [job.sequence], _budgets([job]))
+                steps = self._advance([job])
             except Exception as error:
                 self._fail(job, error)
             else:
                 results.extend(self._record([job], steps))
         return results
+
+    def _advance(self, jobs: Seq[Job]) -> list[Step]:
+        sequences = [job.sequence for job in jobs]
+        started = time.perf_counter()
+        drafts = propose(self._drafter, sequences, _budgets(jobs), self._model.info)
+        draft_s = time.perf_counter() - started
+        for job in jobs:
+            job.draft_s += draft_s
+        return advance(self._model, self._drafter, self._verifier, sequences, drafts)
 
     def _record(self, jobs: Seq[Job], steps: Seq[Step]) -> list[tuple[Job, Step]]:
         for job, done in zip(jobs, steps, strict=True):
