@@ -21,11 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent))
-from identity import read_spec_bench  # a script beside this one
-
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.assemble import LoadedModel, ModelOptions, load_model, make_drafter
+from sakiyomi.bench.prompts import read_prompts
 from sakiyomi.decode import propose
 from sakiyomi.models.toy import ToyModel, scripted_law
 from sakiyomi.types import Drafter, ModelInfo, Sequence
@@ -106,7 +104,7 @@ def read_answers(path: Path, args: argparse.Namespace) -> dict[str, list[Answer]
         loaded = load_model(args.model, ModelOptions(threads=args.threads))
         llm = LLM.from_loaded(loaded, drafter="ngram")
         groups = {}
-        for group, texts in read_spec_bench(args.spec_bench, args.per_group).items():
+        for group, texts in read_prompts(args.spec_bench, args.per_group).items():
             prompts = [llm.render([{"role": "user", "content": text}]) for text in texts]
             outputs = [llm.generate(p, SamplingParams(temperature=0, max_tokens=args.tokens))[0] for p in prompts]
             groups[group] = [{"prompt": o.prompt_token_ids, "answer": list(o.outputs[0].token_ids)} for o in outputs]

@@ -291,7 +291,7 @@ class Requests:
             num_lossy_tokens=counter.num_lossy_tokens,
             mean_acceptance_length=counter.mean_acceptance_length,
             acceptance_per_position=counter.acceptance_per_position,
-            conditional_acceptance=counter.conditional_acceptance,
+            tried_per_position=counter.tried_per_position,
         )
 
 

@@ -50,8 +50,8 @@ class SpeculationStats:
         mean_acceptance_length: 1 + accepted / steps, the bonus token included.
         num_lossy_tokens: accepted tokens that only a lossy rule accepts.
         acceptance_per_position: for each draft position the share of steps that accepted it.
-        conditional_acceptance: the same among the steps that put the position to the test, that is whose draft was
-            right before it and went on.
+        tried_per_position: for each draft position the share of steps that put it to the test, that is whose draft
+            was right before it and went on.
     """
 
     drafter: str
@@ -62,7 +62,7 @@ class SpeculationStats:
     num_accepted_tokens: int
     mean_acceptance_length: float
     acceptance_per_position: list[float]
-    conditional_acceptance: list[float] = field(default_factory=list)
+    tried_per_position: list[float] = field(default_factory=list)
     num_lossy_tokens: int = 0
     verifier_options: dict[str, Any] = field(default_factory=dict)
 

@@ -92,7 +92,7 @@ def to_json(output: RequestOutput) -> dict[str, Any]:
             "num_lossy_tokens": stats.num_lossy_tokens,
             "mean_acceptance_length": stats.mean_acceptance_length,
             "acceptance_per_position": list(stats.acceptance_per_position),
-            "conditional_acceptance": list(stats.conditional_acceptance),
+            "tried_per_position": list(stats.tried_per_position),
         },
         "timing": {
             "load_s": timing.load_s,

@@ -46,6 +46,6 @@ class AcceptanceCounter:
         return [self.accepted_at[i] / self.num_steps for i in range(max(self.accepted_at, default=-1) + 1)]
 
     @property
-    def conditional_acceptance(self) -> list[float]:
-        """For each draft position the share of steps that accepted it among those that put it to the test."""
-        return [self.accepted_at[i] / self.tried_at[i] for i in range(max(self.tried_at, default=-1) + 1)]
+    def tried_per_position(self) -> list[float]:
+        """For each draft position the share of steps that put it to the test."""
+        return [self.tried_at[i] / self.num_steps for i in range(max(self.tried_at, default=-1) + 1)]
