@@ -105,10 +105,14 @@ def _checked_drafts(drafter: Drafter, sequences: Seq[Sequence], budgets: Seq[int
     drafts = drafter.propose(sequences, budgets)
     if len(drafts) != len(sequences):
         raise ValueError(f"{len(drafts)} drafts for {len(sequences)} sequences")
-    drafts = [draft.trim(budget, budget) for draft, budget in zip(drafts, budgets, strict=True)]
-    for draft in drafts:
+    return [_checked_draft(draft, budget, info) for draft, budget in zip(drafts, budgets, strict=True)]
+
+
+def _checked_draft(draft: Draft, budget: int, info: ModelInfo) -> Draft:
+    if len(draft):
+        draft = draft.trim(budget, budget)
         draft.check(info.vocab_size)
-    return drafts
+    return draft
 
 
 def _propose_alone(drafter: Drafter, sequence: Sequence, budget: int, info: ModelInfo) -> Draft:

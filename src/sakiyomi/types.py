@@ -331,12 +331,14 @@ class DrafterContext:
         load_model: loads a second model by name and checks that it shares the target's tokenizer.
         draw: how the verifier wants tokens to be found; for drafters that can choose.
         make_drafters: builds the drafters that a text joins by "+", for the same target.
+        fitting_parts: the drafters that suit the target, joined by "+".
     """
 
     target: Model
     load_model: Callable[[str], Model]
     draw: DrawMode = "coupled"
     make_drafters: Callable[[str], list[Drafter]] | None = None
+    fitting_parts: str = "suffix"
 
 
 class Drafter(Protocol):
@@ -349,6 +351,8 @@ class Drafter(Protocol):
     needs_all_taps: bool = False
     reads_prediction: bool = False
     """Whether it drafts from `Sequence.prediction`."""
+    wants_budget: bool = False
+    """Whether the engine shall decide at each step how much to draft and to check, unless the user decides."""
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         """One draft per sequence, of at most `budget` nodes each."""
@@ -365,6 +369,10 @@ class Drafter(Protocol):
     def forget(self, sequence: Sequence) -> None:
         """The sequence is over; drop what was kept for it."""
         sequence.memo = None
+
+    def sources(self) -> Seq[Drafter]:
+        """The drafters that a budget may ask apart, the cheap ones first; only their `propose` is used."""
+        return [self]
 
 
 class Verifier(Protocol):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 def load_llm(options: EngineOptions) -> LLM:
     """The LLM that a command's options ask for."""
     from sakiyomi.assemble import check_drafter, choose_backend, make_verifier
+    from sakiyomi.engine.budget import check_budget
     from sakiyomi.llm import LLM
 
     settings = model_options(options)
@@ -28,7 +29,14 @@ def load_llm(options: EngineOptions) -> LLM:
     choose_backend(settings)
     check_drafter(options.drafter)
     make_verifier(options.verifier)
-    return LLM(str(fetch(options.model)), drafter=options.drafter, verifier=options.verifier, **asdict(settings))
+    check_budget(options.budget)
+    return LLM(
+        str(fetch(options.model)),
+        drafter=options.drafter,
+        verifier=options.verifier,
+        budget=options.budget,  # type: ignore[arg-type]  # just checked
+        **asdict(settings),
+    )
 
 
 def load_for_bench(options: LoadOptions, drafters: Sequence[str], verifiers: Sequence[str]) -> LoadedModel:

@@ -63,10 +63,14 @@ class EngineOptions(LoadOptions):
     drafter: Annotated[
         str,
         _option("--drafter", "-d", help="Who guesses: NAME or NAME:key=value,key=value; none is plain.", panel=ENGINE),
-    ] = "suffix"
+    ] = "auto"
     verifier: Annotated[
         str, _option("--verifier", help="The rule that accepts guesses: NAME or NAME:key=value.", panel=ENGINE)
     ] = "match"
+    budget: Annotated[
+        str,
+        _option("--budget", help="How much is drafted: adaptive, fixed, or auto (adaptive for auto).", panel=ENGINE),
+    ] = "auto"
 
 
 def parse_speculation(text: str) -> bool | int:

@@ -8,14 +8,12 @@ from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from sakiyomi.decode import Step, advance, forget, prefill, propose
+from sakiyomi.decode import Step, advance, forget, prefill
+from sakiyomi.engine.budget import MAX_DRAFT_NODES, Budget, FixedBudget
 from sakiyomi.engine.metrics import AcceptanceCounter
 from sakiyomi.types import Cache, Drafter, Model, Sequence, Verifier
 
 logger = logging.getLogger("sakiyomi")
-
-MAX_DRAFT_NODES = 64
-"""What a request without a wish of its own allows a drafter; drafters have smaller defaults."""
 
 
 @dataclass(eq=False)
@@ -54,12 +52,19 @@ class Job:
 
 
 class Engine:
-    """A queue of jobs over one model. Not thread-safe: each thread has its own, over the same model."""
+    """A queue of jobs over one model. Not thread-safe: each thread has its own, over the same model.
 
-    def __init__(self, model: Model, drafter: Drafter, verifier: Verifier, *, max_num_seqs: int) -> None:
+    Args:
+        budget: decides how much is drafted and checked, and learns from it; None drafts what the drafter likes.
+    """
+
+    def __init__(
+        self, model: Model, drafter: Drafter, verifier: Verifier, *, max_num_seqs: int, budget: Budget | None = None
+    ) -> None:
         self._model = model
         self._drafter = drafter
         self._verifier = verifier
+        self._budget = budget or FixedBudget(drafter)
         self._max_num_seqs = max_num_seqs
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
@@ -134,11 +139,13 @@ class Engine:
     def _advance(self, jobs: Seq[Job]) -> list[Step]:
         sequences = [job.sequence for job in jobs]
         started = time.perf_counter()
-        drafts = propose(self._drafter, sequences, _budgets(jobs), self._model.info)
-        draft_s = time.perf_counter() - started
+        plan = self._budget.propose(sequences, [_cap(sequence.speculation) for sequence in sequences], self._model.info)
+        proposed = time.perf_counter()
+        steps = advance(self._model, self._drafter, self._verifier, sequences, plan.drafts)
+        self._budget.record(sequences, plan, steps, time.perf_counter() - proposed)
         for job in jobs:
-            job.draft_s += draft_s
-        return advance(self._model, self._drafter, self._verifier, sequences, drafts)
+            job.draft_s += proposed - started
+        return steps
 
     def _record(self, jobs: Seq[Job], steps: Seq[Step]) -> list[tuple[Job, Step]]:
         for job, done in zip(jobs, steps, strict=True):
@@ -164,11 +171,8 @@ class Engine:
             job.sequence.cache = self._model.new_cache()
 
 
-def _budgets(jobs: Seq[Job]) -> list[int]:
-    return [_budget(job.sequence.speculation) for job in jobs]
-
-
-def _budget(wish: bool | int) -> int:
+def _cap(wish: bool | int) -> int:
+    """The nodes of a draft that a request allows."""
     if isinstance(wish, bool):
         return MAX_DRAFT_NODES if wish else 0
     return wish
