@@ -18,6 +18,7 @@ from sakiyomi.llm import LLM
 from sakiyomi.measure import (
     Comparison,
     Report,
+    SharedPrompt,
     Spread,
     Trials,
     Way,
@@ -44,7 +45,7 @@ class Settings:
         seed: of requests at temperatures above 0.
     """
 
-    drafters: tuple[str, ...] = ("suffix",)
+    drafters: tuple[str, ...] = ("auto",)
     verifiers: tuple[str, ...] = ("match",)
     temperatures: tuple[float, ...] = (0.0,)
     num_tokens: int = 128
@@ -167,14 +168,15 @@ def encoder(loaded: LoadedModel) -> Callable[[str], list[int]]:
 
 
 def _make_arms(loaded: LoadedModel, options: ModelOptions, settings: Settings, params: SamplingParams) -> Iterator[Arm]:
-    yield Arm(PLAIN, "match", "tokens", answer_with(LLM.from_loaded(loaded), params))
+    prompt = SharedPrompt()
+    yield Arm(PLAIN, "match", "tokens", answer_with(LLM.from_loaded(loaded), params, prompt))
     for verifier in settings.verifiers:
         rule = make_verifier(verifier)
         for name in settings.drafters:
             if name != PLAIN:
                 drafter = make_drafter(name, loaded, options, draw=rule.draw)
                 llm = LLM.from_loaded(loaded, drafter=drafter, verifier=verifier)
-                yield Arm(name, verifier, rule.is_lossless, answer_with(llm, params))
+                yield Arm(name, verifier, rule.is_lossless, answer_with(llm, params, prompt))
 
 
 def _summarize(group: str, temperature: float, arms: Seq[Arm], trials: Mapping[str, Trials]) -> Iterator[Row]:

@@ -29,7 +29,7 @@ def bench(
         Path | None, typer.Option("--prompts", help="Prompts in Spec-Bench's format; by default 24 of ours.")
     ] = None,
     drafters: Annotated[
-        list[str] | None, typer.Option("--drafter", "-d", help="Measure this drafter; repeat. By default suffix.")
+        list[str] | None, typer.Option("--drafter", "-d", help="Measure this drafter; repeat. By default auto.")
     ] = None,
     verifiers: Annotated[
         list[str] | None, typer.Option("--verifier", help="Measure with this rule; repeat. By default match.")
@@ -58,7 +58,7 @@ def bench(
 
     texts = read_prompts(prompts, per_group, groups)
     settings = Settings(
-        drafters=tuple(drafters or ["suffix"]),
+        drafters=tuple(drafters or ["auto"]),
         verifiers=tuple(verifiers or ["match"]),
         temperatures=tuple(temperatures or [0.0]),
         num_tokens=num_tokens,

@@ -45,6 +45,9 @@ EXPLORED_SHARE = 0.01
 MIN_PAUSE, MAX_PAUSE = 8, 64
 """Steps between two trials of a source that is off; it is noticed within the latter that it turned good."""
 
+NUM_PLAIN, PLAIN_PAUSE = 3, 256
+"""Plain steps that are made at first, and steps behind which there is another, so that what they cost is known."""
+
 FADE_RATE = 0.97
 """Of the run's speed: some thirty steps count."""
 
@@ -140,6 +143,7 @@ class AdaptiveBudget:
         self._sources = [_Source(source) for source in drafter.sources()]
         self._passes = PassCosts()
         self._outlooks: WeakKeyDictionary[Sequence, list[_Outlook]] = WeakKeyDictionary()
+        self._since_plain = 0
         self._tokens = self._steps = 1.0  # of late, in tokens per sequence and in plain steps' time
 
     # ------------------------------------------------------------------------------------------ before a step
@@ -151,6 +155,8 @@ class AdaptiveBudget:
         if not any(caps):
             return plan
         started = self._clock()
+        if len(sequences) == 1 and (self._passes.num_plain < NUM_PLAIN or self._since_plain >= PLAIN_PAUSE):
+            return plan
         for number in range(len(self._sources)):
             self._ask(number, sequences, caps, info, plan, curve)
         if plan.asked:
@@ -255,6 +261,7 @@ class AdaptiveBudget:
     def record(self, sequences: Seq[Sequence], plan: Plan, steps: Seq[Step], seconds: float) -> None:
         num_rows = len(sequences) + sum(step.num_draft for step in steps)
         self._passes.record(num_rows, plan.context, seconds)
+        self._since_plain = 0 if num_rows == len(sequences) else self._since_plain + 1
         for asked in plan.asked:
             step, outlook = steps[asked.index], asked.outlook
             depth = outlook.acceptance.learn(asked.draft, asked.kinds, step.tokens, step.num_accepted)
