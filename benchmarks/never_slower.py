@@ -109,7 +109,7 @@ def check_planted(loaded: LoadedModel, args: argparse.Namespace) -> int:
         "always wrong": way(None, True),
         "allowed nothing": way(None, False),
     }
-    trials = Comparison(ways, num_rounds=args.rounds).run([prompt])
+    trials = Comparison(ways, num_rounds=args.rounds, num_warm_ups=0).run([prompt])
     result = {name: 1 / compare_speeds(trials["plain"], trials[name]).value for name in ways}
     asked = statistics.median(len(trial.output) for trial in trials["always wrong"][0])
     turn = num_tokens // 2
