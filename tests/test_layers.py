@@ -11,7 +11,7 @@ import pytest
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "sakiyomi"
 
 LAYERS = (
-    ("errors", "params", "noise", "tree", "types", "results", "plugins", "cores"),
+    ("errors", "params", "noise", "tree", "types", "results", "plugins", "cores", "parts"),
     ("ops",),
     ("sampling", "text", "checkpoints", "lookup", "plan", "hub"),
     ("nets", "cache", "verify"),
@@ -35,7 +35,10 @@ ALTERNATIVES = {
     "ops": frozenset({"base"}),  # what the implementations may import
 }
 # The only places that may import torch or transformers; everything else runs without them.
-NEEDS_TORCH = ("ops.torch", "ops.torch_noise", "models.torch", "models.hf", "hf", "train", "checkpoints.pickled")
+NEEDS_TORCH = (
+    *("ops.torch", "ops.torch_noise", "models.torch", "models.hf", "hf", "train"),
+    *("bench.peers", "checkpoints.pickled"),
+)
 NEEDS_NATIVE = ("ops.native", "sampling.choose", "lookup.automaton")
 
 

@@ -22,6 +22,7 @@ from sakiyomi.types import Checkpoint, Drafter, DrafterContext, DrafterFile, Dra
 
 logger = logging.getLogger("sakiyomi")
 
+MADE_OF_PARTS = ("sakiyomi.drafters.combined", "sakiyomi.drafters.auto")
 Backend = Literal["auto", "native", "torch"]
 NATIVE_DTYPES = ("int8", "float32")
 TORCH_DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -191,7 +192,7 @@ def check_drafter(spec: str, more: Mapping[str, Any] | None = None) -> None:
         UnknownNameError, ParameterError
     """
     drafter, config = _read_drafter(spec, more)
-    if drafter.__module__ == "sakiyomi.drafters.combined":
+    if drafter.__module__ in MADE_OF_PARTS and config.parts is not None:
         for part in _split_drafters(config.parts):
             check_drafter(part)
 
@@ -220,6 +221,7 @@ def make_drafter(
         draw,
         lambda parts: [make_drafter(part, target, options, draw=draw, wrap=wrap) for part in _split_drafters(parts)],
         lambda kinds, path: open_drafter(kinds, path, target.model),
+        "+".join(["suffix", *find_trained_drafters(target)]),
     )
     built: Drafter = drafter(config, context)
     return built
@@ -297,6 +299,22 @@ def _read_tensors(folder: Path) -> Mapping[str, Any]:
     return SafetensorsFolder.of(found[0]) if found[0].suffix == ".safetensors" else read_pickled(found[0])
 
 
+def find_trained_drafters(target: LoadedModel) -> list[str]:
+    """The trained drafters of the package that were made for this target, best first."""
+    from sakiyomi.checkpoints.drafter import find_packaged
+    from sakiyomi.nets.binding import find_mismatch
+
+    lent = target.model.lend()
+    if lent is None:
+        return []
+    kinds = ("mlp", "table")
+    return [
+        kind
+        for kind in kinds
+        if any(find_mismatch(stored.target, target.model.info, lent) is None for stored in find_packaged(kind))
+    ]
+
+
 def _read_drafter(spec: str, more: Mapping[str, Any] | None) -> tuple[Any, Any]:
     """Class and Config of a drafter."""
     name, settings = _parse_drafter(spec)
@@ -306,7 +324,7 @@ def _read_drafter(spec: str, more: Mapping[str, Any] | None) -> tuple[Any, Any]:
 
 def _parse_drafter(spec: str) -> tuple[str, dict[str, str]]:
     """Name and options. `a:x=1,y=2+b` is `combined:parts=a:x=1,y=2+b`; `parts` takes the rest of the text."""
-    if not spec.startswith("combined"):
+    if not spec.startswith(("combined", "auto:")):
         return ("combined", {"parts": spec}) if len(_split_drafters(spec)) > 1 else parse_spec(spec)
     head, found, parts = spec.partition("parts=")
     name, settings = parse_spec(head)
@@ -412,7 +430,7 @@ def read_speculative_config(config: Mapping[str, Any]) -> tuple[str, dict[str, A
     return "ngram", options
 
 
-DEFAULT_DRAFTER = "suffix"
+DEFAULT_DRAFTER = "auto"
 LEGACY_KEYS = (
     "speculative_model",
     "num_speculative_tokens",

@@ -379,6 +379,7 @@ class DrafterContext:
         make_drafters: builds the drafters that a text joins by "+", for the same target.
         open_drafter: reads the trained drafter of one of some kinds from a path, or (None) the one that comes with the
             package, and checks that it was made for the target.
+        fitting_parts: the drafters that suit the target, joined by "+".
     """
 
     target: Model
@@ -386,6 +387,7 @@ class DrafterContext:
     draw: DrawMode = "coupled"
     make_drafters: Callable[[str], list[Drafter]] | None = None
     open_drafter: Callable[[tuple[str, ...], str | None], DrafterFile] | None = None
+    fitting_parts: str = "suffix"
 
 
 class Drafter(Protocol):
@@ -398,6 +400,8 @@ class Drafter(Protocol):
     needs_all_taps: bool = False
     reads_prediction: bool = False
     """Whether it drafts from `Sequence.prediction`."""
+    wants_budget: bool = False
+    """Whether the engine shall decide at each step how much to draft and to check, unless the user decides."""
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         """One draft per sequence, of at most `budget` nodes each."""
@@ -414,6 +418,10 @@ class Drafter(Protocol):
     def forget(self, sequence: Sequence) -> None:
         """The sequence is over; drop what was kept for it."""
         sequence.memo = None
+
+    def sources(self) -> Seq[Drafter]:
+        """The drafters that a budget may ask apart, the cheap ones first; only their `propose` is used."""
+        return [self]
 
 
 class Verifier(Protocol):
