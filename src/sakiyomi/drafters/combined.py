@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from sakiyomi.errors import ParameterError
 from sakiyomi.plugins import MAX_DRAFT_TOKENS, check_bounds
-from sakiyomi.tree import SAMPLED, Draft, expected_length, merge_drafts
+from sakiyomi.tree import SAMPLED, Draft, Probes, expected_length, merge_drafts
 from sakiyomi.types import Array, Drafter, DrafterContext, Sequence
 
 
@@ -86,6 +86,11 @@ class CombinedDrafter(Drafter):
             with self._lend_memos(index, [sequence]):
                 part.observe(sequence, start, tokens, self._taps_of(part, taps))
 
+    def observe_probes(self, sequence: Sequence, probes: Probes, tokens: Seq[int]) -> None:
+        for index, part in enumerate(self.parts):
+            with self._lend_memos(index, [sequence]):
+                part.observe_probes(sequence, probes, tokens)
+
     def rewind(self, sequence: Sequence, length: int) -> None:
         for index, part in enumerate(self.parts):
             with self._lend_memos(index, [sequence]):
@@ -131,10 +136,17 @@ class _Memos:
 
 def _choose(drafts: Seq[Draft]) -> Draft:
     # Whether a sampled draft is checked must not depend on what was drawn, so it is never weighed.
-    return next((d for d in drafts if d.drawn in SAMPLED), None) or max(drafts, key=expected_length)
+    chosen = next((d for d in drafts if d.drawn in SAMPLED), None) or max(drafts, key=expected_length)
+    return _with_probes(chosen, drafts)
 
 
 def _merge(drafts: Seq[Draft], max_nodes: int) -> Draft:
     if any(draft.drawn in SAMPLED for draft in drafts):
         return _choose(drafts)
-    return merge_drafts(drafts, max_nodes)
+    return _with_probes(merge_drafts(drafts, max_nodes), drafts)
+
+
+def _with_probes(draft: Draft, drafts: Seq[Draft]) -> Draft:
+    """The draft with the probes that one of the parts asked for, whosever draft it is."""
+    probes = next((other.probes for other in drafts if other.probes is not None), None)
+    return draft if probes is draft.probes else replace(draft, probes=probes)
