@@ -11,7 +11,7 @@ import pytest
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "sakiyomi"
 
 LAYERS = (
-    ("errors", "params", "noise", "tree", "types", "results", "plugins"),
+    ("errors", "params", "noise", "tree", "types", "results", "plugins", "parts"),
     ("ops",),
     ("sampling", "text", "checkpoints", "lookup", "plan", "hub"),
     ("nets", "cache", "verify"),

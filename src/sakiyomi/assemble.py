@@ -23,6 +23,7 @@ from sakiyomi.types import Checkpoint, Drafter, DrafterContext, DrawMode, Model,
 
 logger = logging.getLogger("sakiyomi")
 
+MADE_OF_PARTS = ("sakiyomi.drafters.combined", "sakiyomi.drafters.auto")
 Backend = Literal["auto", "native", "torch"]
 NATIVE_DTYPES = ("int8", "float32")
 TORCH_DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -200,7 +201,7 @@ def check_drafter(spec: str, more: Mapping[str, Any] | None = None) -> None:
         UnknownNameError, ParameterError
     """
     drafter, config = _read_drafter(spec, more)
-    if drafter.__module__ == "sakiyomi.drafters.combined":
+    if drafter.__module__ in MADE_OF_PARTS and config.parts is not None:
         for part in _split_drafters(config.parts):
             check_drafter(part)
 
@@ -229,10 +230,16 @@ def make_drafter(
         lambda name: wrap(load(name)[0]),
         draw,
         lambda parts: [make_drafter(part, target, options, draw=draw, wrap=wrap) for part in _split_drafters(parts)],
+        "+".join(["suffix", *find_trained_drafters(target)]),
         lambda name: load(name)[1],
     )
     built: Drafter = drafter(config, context)
     return built
+
+
+def find_trained_drafters(target: LoadedModel) -> list[str]:
+    """The trained drafters in the package or the user's cache that were made for this target, best first."""
+    return []
 
 
 def _read_drafter(spec: str, more: Mapping[str, Any] | None) -> tuple[Any, Any]:
@@ -244,7 +251,7 @@ def _read_drafter(spec: str, more: Mapping[str, Any] | None) -> tuple[Any, Any]:
 
 def _parse_drafter(spec: str) -> tuple[str, dict[str, str]]:
     """Name and options. `a:x=1,y=2+b` is `combined:parts=a:x=1,y=2+b`; `parts` takes the rest of the text."""
-    if not spec.startswith("combined"):
+    if not spec.startswith(("combined", "auto:")):
         return ("combined", {"parts": spec}) if len(_split_drafters(spec)) > 1 else parse_spec(spec)
     head, found, parts = spec.partition("parts=")
     name, settings = parse_spec(head)
@@ -355,7 +362,7 @@ def read_speculative_config(config: Mapping[str, Any]) -> tuple[str, dict[str, A
     return "ngram", options
 
 
-DEFAULT_DRAFTER = "suffix"
+DEFAULT_DRAFTER = "auto"
 LEGACY_KEYS = (
     "speculative_model",
     "num_speculative_tokens",

@@ -29,6 +29,8 @@ class Step:
         tokens: the ids committed now, at least one.
         num_accepted: how many of them, from the first on, were drafted.
         num_draft: drafted nodes that were checked.
+        num_tried: how many draft positions were put to the test: the accepted ones, and the one at which the draft
+            went wrong. A draft that ended while it was right has none of the latter.
         num_lossy: how many of the accepted ones only a lossy rule accepts.
         logprobs: one entry per token where the request asked for them.
     """
@@ -38,6 +40,7 @@ class Step:
     num_draft: int
     logprobs: tuple[TokenLogprobs, ...] | None
     num_lossy: int = 0
+    num_tried: int = 0
 
 
 def step(model: Model, drafter: Drafter, verifier: Verifier, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Step]:
@@ -47,7 +50,13 @@ def step(model: Model, drafter: Drafter, verifier: Verifier, sequences: Seq[Sequ
         sequences: prefilled and unfinished.
         budgets: for each sequence the number of draft nodes at most.
     """
-    drafts = propose(drafter, sequences, budgets, model.info)
+    return advance(model, drafter, verifier, sequences, propose(drafter, sequences, budgets, model.info))
+
+
+def advance(
+    model: Model, drafter: Drafter, verifier: Verifier, sequences: Seq[Sequence], drafts: Seq[Draft]
+) -> list[Step]:
+    """The part of a step behind the proposal: forward, verify, commit, observe."""
     spans = [_span(sequence, draft, drafter.taps) for sequence, draft in zip(sequences, drafts, strict=True)]
     outputs = model.forward(spans)
     # All verdicts before the first commit: a row that cannot be judged leaves every sequence as it was.
@@ -97,10 +106,14 @@ def _checked_drafts(drafter: Drafter, sequences: Seq[Sequence], budgets: Seq[int
     drafts = drafter.propose(sequences, budgets)
     if len(drafts) != len(sequences):
         raise ValueError(f"{len(drafts)} drafts for {len(sequences)} sequences")
-    drafts = [draft.trim(budget, budget) for draft, budget in zip(drafts, budgets, strict=True)]
-    for draft in drafts:
+    return [_checked_draft(draft, budget, info) for draft, budget in zip(drafts, budgets, strict=True)]
+
+
+def _checked_draft(draft: Draft, budget: int, info: ModelInfo) -> Draft:
+    if len(draft) or draft.probes is not None:
+        draft = draft.trim(budget, budget)
         draft.check(info.vocab_size)
-    return drafts
+    return draft
 
 
 def _propose_alone(drafter: Drafter, sequence: Sequence, budget: int, info: ModelInfo) -> Draft:
@@ -146,12 +159,15 @@ def _commit(sequence: Sequence, draft: Draft, verdict: Verdict, output: Output, 
             logprobs.append(log_probs(output.row(row), token, num_logprobs))
         if _finish(sequence, token, info):
             break
+    num_accepted = min(len(verdict.path), num_emitted)
+    last = verdict.path[-1] if verdict.path else ROOT
     return Step(
         verdict.tokens[:num_emitted],
-        min(len(verdict.path), num_emitted),
+        num_accepted,
         len(draft),
         None if num_logprobs is None else tuple(logprobs),
         sum(index < num_emitted for index in verdict.lossy),
+        num_accepted + (num_emitted > num_accepted and last in draft.parents),
     )
 
 

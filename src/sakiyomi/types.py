@@ -338,6 +338,7 @@ class DrafterContext:
         load_model: loads a second model by name.
         draw: how the verifier wants tokens to be found; for drafters that can choose.
         make_drafters: builds the drafters that a text joins by "+", for the same target.
+        fitting_parts: the drafters that suit the target, joined by "+".
         translate: how the ids of that model become the target's (a `text.vocabulary.Translation`), or None where both
             have one tokenizer.
         tuned: what `sakiyomi tune` chose for the target, by the drafter's name.
@@ -347,6 +348,7 @@ class DrafterContext:
     load_model: Callable[[str], Model]
     draw: DrawMode = "coupled"
     make_drafters: Callable[[str], list[Drafter]] | None = None
+    fitting_parts: str = "suffix"
     translate: Callable[[str], Any] = lambda name: None
     tuned: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -361,6 +363,8 @@ class Drafter(Protocol):
     needs_all_taps: bool = False
     reads_prediction: bool = False
     """Whether it drafts from `Sequence.prediction`."""
+    wants_budget: bool = False
+    """Whether the engine shall decide at each step how much to draft and to check, unless the user decides."""
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         """One draft per sequence, of at most `budget` nodes each."""
@@ -381,6 +385,10 @@ class Drafter(Protocol):
     def forget(self, sequence: Sequence) -> None:
         """The sequence is over; drop what was kept for it."""
         sequence.memo = None
+
+    def sources(self) -> Seq[Drafter]:
+        """The drafters that a budget may ask apart, the cheap ones first; only their `propose` is used."""
+        return [self]
 
 
 class Verifier(Protocol):
