@@ -23,51 +23,62 @@ struct KeyRows {
 
 struct RowView {
     std::int32_t sequence;
-    std::int32_t index;     // within the sequence's segment
-    std::int64_t num_own;   // how many of the call's own rows it sees, itself included
+    std::int32_t index;     // within the sequence's tree: pending rows, then the call's own
+    std::int64_t num_own;   // how many rows of that tree it sees, itself included
     std::int64_t chain;     // start in RowPlan::chains of those rows, or -1: rows 0 to num_own - 1
 };
+
+// For each sequence the parents of the rows of its tree that earlier calls have stored behind its length.
+using PendingRows = std::vector<std::vector<std::int32_t>>;
 
 // For every row of a call, the path of rows that it attends to beside its sequence's past.
 struct RowPlan {
     std::vector<RowView> rows;
     std::vector<std::int32_t> chains;
 
-    // bounds: row offsets of the segments; parents: [R] within the segment, or null for causal rows.
-    static RowPlan trees(const std::vector<std::int64_t>& bounds, const std::int32_t* parents, std::int64_t num_rows) {
+    // bounds: row offsets of the segments; parents: [R] within the sequence's tree, or null for causal rows.
+    static RowPlan trees(const std::vector<std::int64_t>& bounds, const std::int32_t* parents, std::int64_t num_rows,
+                         const PendingRows& pending) {
         RowPlan plan;
         check(!bounds.empty() && bounds.front() == 0 && bounds.back() == num_rows, "bounds must run from 0 to R.");
+        check_equal("the number of lists of pending rows, one for each pair of bounds,", static_cast<std::int64_t>(pending.size()),
+                    static_cast<std::int64_t>(bounds.size()) - 1);
         plan.rows.reserve(static_cast<std::size_t>(num_rows));
         for (std::size_t s = 0; s + 1 < bounds.size(); ++s) {
             check(bounds[s] <= bounds[s + 1], "bounds must not decrease.");
-            plan.add_segment(static_cast<std::int32_t>(s), bounds[s], bounds[s + 1] - bounds[s], parents);
+            plan.add_tree(static_cast<std::int32_t>(s), pending[s], parents == nullptr ? nullptr : parents + bounds[s],
+                          static_cast<std::int32_t>(bounds[s + 1] - bounds[s]));
         }
         return plan;
     }
 
    private:
-    void add_segment(std::int32_t sequence, std::int64_t start, std::int64_t count, const std::int32_t* parents) {
-        for (std::int32_t i = 0; i < count; ++i) {
-            const std::int32_t parent = parents == nullptr ? i - 1 : parents[start + i];
+    void add_tree(std::int32_t sequence, const std::vector<std::int32_t>& pending, const std::int32_t* parents,
+                  std::int32_t count) {
+        const std::int32_t num_pending = static_cast<std::int32_t>(pending.size());
+        std::vector<RowView> tree;
+        tree.reserve(static_cast<std::size_t>(num_pending + count));
+        for (std::int32_t i = 0; i < num_pending + count; ++i) {
+            const std::int32_t parent = i < num_pending      ? pending[static_cast<std::size_t>(i)]
+                                        : parents == nullptr ? i - 1
+                                                             : parents[i - num_pending];
             if (parent < -1 || parent >= i)
                 throw std::invalid_argument("row " + std::to_string(i) + " has parent " + std::to_string(parent) +
                                             "; a parent comes before its children.");
-            RowView row{sequence, i, 1, -1};
-            if (parent >= 0) row.num_own = rows[static_cast<std::size_t>(start + parent)].num_own + 1;
-            const bool follows = parent == i - 1 && (parent < 0 || rows[static_cast<std::size_t>(start + parent)].chain < 0);
-            if (!follows) row.chain = copy_path(start, parent, i);
-            rows.push_back(row);
+            const RowView* above = parent < 0 ? nullptr : &tree[static_cast<std::size_t>(parent)];
+            RowView row{sequence, i, above == nullptr ? 1 : above->num_own + 1, -1};
+            const bool follows = parent == i - 1 && (above == nullptr || above->chain < 0);
+            if (!follows) row.chain = copy_path(above, i);
+            tree.push_back(row);
         }
+        rows.insert(rows.end(), tree.begin() + num_pending, tree.end());
     }
 
-    std::int64_t copy_path(std::int64_t start, std::int32_t parent, std::int32_t own) {
+    std::int64_t copy_path(const RowView* above, std::int32_t own) {
         const std::int64_t begin = static_cast<std::int64_t>(chains.size());
-        if (parent >= 0) {
-            const RowView& above = rows[static_cast<std::size_t>(start + parent)];
-            for (std::int64_t i = 0; i < above.num_own; ++i)
-                chains.push_back(above.chain < 0 ? static_cast<std::int32_t>(i)
-                                                 : chains[static_cast<std::size_t>(above.chain + i)]);
-        }
+        for (std::int64_t i = 0; above != nullptr && i < above->num_own; ++i)
+            chains.push_back(above->chain < 0 ? static_cast<std::int32_t>(i)
+                                              : chains[static_cast<std::size_t>(above->chain + i)]);
         chains.push_back(own);
         return begin;
     }
@@ -292,7 +303,8 @@ class Caches {
    public:
     // keys, values: lists of [L, G, C, D] arrays, float16 or float32; lengths: committed slots.
     Caches(const nb::list& keys, const nb::list& values, const std::vector<std::int64_t>& lengths,
-           const std::vector<std::int64_t>& bounds, std::int64_t num_kv_heads, std::int64_t head_dim);
+           const std::vector<std::int64_t>& bounds, const PendingRows& pending, std::int64_t num_kv_heads,
+           std::int64_t head_dim);
 
     bool is_half() const { return is_half_; }
     std::int64_t num_layers() const { return num_layers_; }

@@ -264,9 +264,9 @@ class DecoderStack {
     }
 
     void run(Matrix x, Ints positions, Matrix table, const nb::list& keys, const nb::list& values,
-             const std::vector<std::int64_t>& lengths, std::int64_t first_layer, const std::vector<std::int64_t>& bounds,
-             std::optional<Ints> parents, const std::vector<std::int64_t>& taps, const nb::list& tap_arrays,
-             Out<float, nb::ndim<2>> out, int num_threads) const {
+             const std::vector<std::int64_t>& lengths, const PendingRows& pending, std::int64_t first_layer,
+             const std::vector<std::int64_t>& bounds, std::optional<Ints> parents, const std::vector<std::int64_t>& taps,
+             const nb::list& tap_arrays, Out<float, nb::ndim<2>> out, int num_threads) const {
         const std::int64_t num_rows = static_cast<std::int64_t>(x.shape(0)), hidden = sizes_.hidden;
         const std::int64_t num_layers = static_cast<std::int64_t>(layers_.size()), dim = sizes_.heads.head_dim;
         check_equal("the width of x", static_cast<std::int64_t>(x.shape(1)), hidden);
@@ -278,8 +278,8 @@ class DecoderStack {
         for (std::int64_t row = 0; row < num_rows; ++row)
             check(positions.data()[row] >= 0 && positions.data()[row] < static_cast<std::int64_t>(table.shape(0)),
                   "a position is outside the table.");
-        const RowPlan plan = RowPlan::trees(bounds, parents ? parents->data() : nullptr, num_rows);
-        const Caches caches(keys, values, lengths, bounds, sizes_.heads.num_kv_heads, dim);
+        const RowPlan plan = RowPlan::trees(bounds, parents ? parents->data() : nullptr, num_rows, pending);
+        const Caches caches(keys, values, lengths, bounds, pending, sizes_.heads.num_kv_heads, dim);
         if (num_rows == 0) return;
         check(first_layer >= 0 && first_layer + num_layers <= caches.num_layers(), "the cache has too few layers.");
         const std::vector<float*> tap_rows = check_taps(taps, tap_arrays, num_rows);
@@ -406,6 +406,6 @@ void bind_stack(nanobind::module_& m) {
         .def(nb::init<const nb::list&, std::int64_t, std::int64_t, std::int64_t, float>(), arg("layers"),
              arg("num_heads"), arg("num_kv_heads"), arg("head_dim"), arg("eps"))
         .def("run", &DecoderStack::run, arg("x").noconvert(), arg("positions").noconvert(), arg("table").noconvert(),
-             arg("keys"), arg("values"), arg("lengths"), arg("layer"), arg("bounds"), arg("parents").noconvert().none(),
+             arg("keys"), arg("values"), arg("lengths"), arg("pending"), arg("layer"), arg("bounds"), arg("parents").noconvert().none(),
              arg("taps"), arg("tap_arrays"), arg("out").noconvert(), arg("threads"));
 }

@@ -18,6 +18,7 @@ from sakiyomi.errors import CheckpointError, MissingExtraError, ParameterError, 
 from sakiyomi.plugins import find_class, list_names, make_config, parse_spec, suggest
 from sakiyomi.text.chat import ChatTemplate
 from sakiyomi.text.tokenizer import Tokenizer
+from sakiyomi.text.vocabulary import Side, Translation
 from sakiyomi.types import Checkpoint, Drafter, DrafterContext, DrafterFile, DrawMode, Model, Verifier
 
 logger = logging.getLogger("sakiyomi")
@@ -58,12 +59,14 @@ class LoadedModel:
     path: Path
 
 
-def load_model(name: str | os.PathLike[str], options: ModelOptions, *, vocab_size: int | None = None) -> LoadedModel:
+def load_model(
+    name: str | os.PathLike[str], options: ModelOptions, *, fitting: LoadedModel | None = None
+) -> LoadedModel:
     """Find, read and prepare a model.
 
     Args:
         name: "smollm2", a folder in transformers' layout, a .gguf file, or a hub id.
-        vocab_size: cut the vocabulary to this many ids (a drafter's padding beyond its target's).
+        fitting: a target of the same tokenizer, to whose ids the vocabulary is cut (padding beyond it is dropped).
 
     Raises:
         CheckpointError: with the path, and for a model that `sakiyomi pull` fetched with the advice to do so again.
@@ -71,13 +74,19 @@ def load_model(name: str | os.PathLike[str], options: ModelOptions, *, vocab_siz
     path = hub.resolve(name)
     with _naming_the_model(path):
         checkpoint = read_checkpoint(path)
-        tokenizer = template = None
+        tokenizer = template = vocab_size = None
         if checkpoint.tokenizer is not None:
             tokenizer = Tokenizer.load(checkpoint.tokenizer)
             template = None if checkpoint.tokenizer.chat_template is None else ChatTemplate(checkpoint.tokenizer)
-            vocab_size = min(tokenizer.vocab_size, vocab_size or tokenizer.vocab_size)
+            vocab_size = tokenizer.vocab_size
+            if fitting is not None and _shares_tokenizer(fitting, tokenizer):
+                vocab_size = min(vocab_size, fitting.model.info.vocab_size)
         model = _build_model(checkpoint, options, vocab_size)
     return LoadedModel(model=model, tokenizer=tokenizer, chat_template=template, path=path)
+
+
+def _shares_tokenizer(model: LoadedModel, tokenizer: Tokenizer) -> bool:
+    return model.tokenizer is not None and model.tokenizer.describe_mismatch(tokenizer) is None
 
 
 @contextmanager
@@ -215,13 +224,15 @@ def make_drafter(
         UnknownNameError, ParameterError, VocabularyError
     """
     drafter, config = _read_drafter(spec, more)
+    load = functools.cache(lambda name: _load_drafting_model(name, target, options))
     context = DrafterContext(
         wrap(target.model),
-        lambda model: wrap(_load_drafting_model(model, target, options)),
+        lambda name: wrap(load(name)[0]),
         draw,
         lambda parts: [make_drafter(part, target, options, draw=draw, wrap=wrap) for part in _split_drafters(parts)],
         lambda kinds, path: open_drafter(kinds, path, target.model),
         "+".join(["suffix", *find_trained_drafters(target)]),
+        lambda name: load(name)[1],
     )
     built: Drafter = drafter(config, context)
     return built
@@ -355,24 +366,29 @@ def make_verifier(spec: str) -> Verifier:
     return built
 
 
-def _load_drafting_model(name: str, target: LoadedModel, options: ModelOptions) -> Model:
-    """A second model that speaks the target's tokens; the target itself where the name says so."""
+def _load_drafting_model(name: str, target: LoadedModel, options: ModelOptions) -> tuple[Model, Translation | None]:
+    """A second model, the target itself where the name says so; and how its ids translate if they are not the same."""
     path = hub.resolve(name)
     if path == target.path:
-        return target.model
+        return target.model, None
     options = ModelOptions(dtype=options.dtype, device=options.device, backend=options.backend, threads=options.threads)
-    loaded = load_model(str(path), options, vocab_size=target.model.info.vocab_size)
+    loaded = load_model(str(path), options, fitting=target)
     if loaded.tokenizer is None or target.tokenizer is None:
         raise VocabularyError(
-            f"the drafting model {name} or the target has no tokenizer, so their ids cannot be compared."
+            f"the drafting model {name} or the target has no tokenizer, so their ids cannot be compared; give both "
+            "their tokenizer.json, or take a drafter that needs no second model, such as suffix."
         )
     mismatch = target.tokenizer.describe_mismatch(loaded.tokenizer)
-    if mismatch is not None:
-        raise VocabularyError(
-            f"the drafting model {name} has another tokenizer than the target: {mismatch}. "
-            "Take a smaller model of the target's own family, or a drafter that needs none, such as ngram."
-        )
-    return loaded.model
+    if mismatch is None:
+        return loaded.model, None
+    logger.info("The drafting model %s has another tokenizer than the target: %s.", name, mismatch)
+    return loaded.model, Translation(_side(loaded), _side(target))
+
+
+def _side(loaded: LoadedModel) -> Side:
+    assert loaded.tokenizer is not None
+    info = loaded.model.info
+    return Side(tokenizer=loaded.tokenizer, vocab_size=info.vocab_size, end_ids=info.end_token_ids)
 
 
 # ---------------------------------------------------------------------------------------------- vLLM's keys

@@ -66,6 +66,7 @@ def advance(
         sequence.num_steps += 1
         steps.append(_commit(sequence, draft, verdict, output, model.info))
         _keep(sequence, span, verdict.path[: len(steps[-1].tokens) - 1], output, drafter)
+        _observe_probes(drafter, sequence, draft, output)
     return steps
 
 
@@ -109,7 +110,7 @@ def _checked_drafts(drafter: Drafter, sequences: Seq[Sequence], budgets: Seq[int
 
 
 def _checked_draft(draft: Draft, budget: int, info: ModelInfo) -> Draft:
-    if len(draft):
+    if len(draft) or draft.probes is not None:
         draft = draft.trim(budget, budget)
         draft.check(info.vocab_size)
     return draft
@@ -136,7 +137,13 @@ def _span(sequence: Sequence, draft: Draft, taps: tuple[int, ...]) -> Span:
     tail = sequence.tokens[sequence.cache.length :]
     root = len(tail) - 1
     parents = [*range(-1, root), *(root if parent == ROOT else root + 1 + parent for parent in draft.parents)]
-    return Span(sequence.cache, [*tail, *draft.tokens], parents, range(root, len(parents)), taps)
+    tokens, rows = [*tail, *draft.tokens], [*range(root, len(parents))]
+    if draft.probes is not None:
+        first = len(parents)
+        tokens += draft.probes.tokens
+        parents += (root if parent == ROOT else first + parent for parent in draft.probes.parents)
+        rows += (first + row for row in draft.probes.asked)
+    return Span(sequence.cache, tokens, parents, rows, taps, draft.computed)
 
 
 def _commit(sequence: Sequence, draft: Draft, verdict: Verdict, output: Output, info: ModelInfo) -> Step:
@@ -194,6 +201,15 @@ def _keep(sequence: Sequence, span: Span, path: Seq[int], output: Output, drafte
 def _observe(drafter: Drafter, sequence: Sequence, start: int, tokens: Seq[int], taps: Array | None) -> None:
     try:
         drafter.observe(sequence, start, tokens, taps)
+    except Exception as error:
+        report_once(drafter, error)
+
+
+def _observe_probes(drafter: Drafter, sequence: Sequence, draft: Draft, output: Output) -> None:
+    if draft.probes is None:
+        return
+    try:
+        drafter.observe_probes(sequence, draft.probes, output.argmax()[len(draft) + 1 :])
     except Exception as error:
         report_once(drafter, error)
 

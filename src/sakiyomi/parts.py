@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from sakiyomi.tree import Draft
+from sakiyomi.tree import Draft, Probes
 from sakiyomi.types import Array, Drafter, Sequence
 
 
@@ -34,6 +34,11 @@ class PartsDrafter(Drafter):
         for index, part in enumerate(self.parts):
             with self._lend_memos(index, [sequence]):
                 part.observe(sequence, start, tokens, self._taps_of(part, taps))
+
+    def observe_probes(self, sequence: Sequence, probes: Probes, tokens: Seq[int]) -> None:
+        for index, part in enumerate(self.parts):
+            with self._lend_memos(index, [sequence]):
+                part.observe_probes(sequence, probes, tokens)
 
     def rewind(self, sequence: Sequence, length: int) -> None:
         for index, part in enumerate(self.parts):

@@ -5,7 +5,7 @@ Shapes: M rows of a span, R packed rows of a call, V vocabulary, D width of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from sakiyomi.noise import NoiseKey
 from sakiyomi.params import SamplingParams
-from sakiyomi.tree import Draft
+from sakiyomi.tree import Computed, Draft, Probes
 
 Array: TypeAlias = Any  # an array of the backend at hand: numpy.ndarray or torch.Tensor
 Lossless: TypeAlias = Literal["tokens", "distribution", "no"]
@@ -282,6 +282,8 @@ class Span:
             (rows with parent -1 have depth 1).
         logit_rows: the rows whose logits are wanted, ascending.
         taps: layer numbers t whose hidden state (after t layers; 0 = embedding, L = before the final norm) is wanted.
+        computed: an offer to go on from what the first layers have computed of the first rows. A model takes it up as
+            far as the rows are the same and its cache still holds their keys and values; results do not depend on it.
     """
 
     cache: Cache
@@ -289,6 +291,7 @@ class Span:
     parents: Seq[int]
     logit_rows: Seq[int] = ()
     taps: tuple[int, ...] = ()
+    computed: Computed | None = None
 
 
 class Output(Protocol):
@@ -341,8 +344,12 @@ class Model(Protocol):
         """Run all spans in one pass; rows land in the caches behind their length, uncommitted."""
         ...
 
-    def shallow(self, num_layers: int) -> Model:
-        """The same model cut after its first layers, sharing weights."""
+    def shallow(self, num_layers: int, skip: Collection[int] = ()) -> Model:
+        """The same model cut after its first layers, and without those in `skip`, sharing weights.
+
+        Where it can run over the caches of the whole model, so that what it computes need not be computed again, its
+        outputs have an attribute `computed`, for the next span over that cache.
+        """
         ...
 
     def lend(self) -> Lent | None:
@@ -374,12 +381,15 @@ class DrafterContext:
 
     Attributes:
         target: the model that verifies.
-        load_model: loads a second model by name and checks that it shares the target's tokenizer.
+        load_model: loads a second model by name.
         draw: how the verifier wants tokens to be found; for drafters that can choose.
         make_drafters: builds the drafters that a text joins by "+", for the same target.
         open_drafter: reads the trained drafter of one of some kinds from a path, or (None) the one that comes with the
             package, and checks that it was made for the target.
         fitting_parts: the drafters that suit the target, joined by "+".
+        translate: how the ids of that model become the target's (a `text.vocabulary.Translation`), or None where both
+            have one tokenizer.
+        tuned: what `sakiyomi tune` chose for the target, by the drafter's name.
     """
 
     target: Model
@@ -388,6 +398,8 @@ class DrafterContext:
     make_drafters: Callable[[str], list[Drafter]] | None = None
     open_drafter: Callable[[tuple[str, ...], str | None], DrafterFile] | None = None
     fitting_parts: str = "suffix"
+    translate: Callable[[str], Any] = lambda name: None
+    tuned: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 class Drafter(Protocol):
@@ -409,6 +421,10 @@ class Drafter(Protocol):
 
     def observe(self, sequence: Sequence, start: int, tokens: Seq[int], taps: Array | None) -> None:
         """A committed run of positions from `start`, with their taps [len(tokens), D]; in order, without gaps."""
+        return None
+
+    def observe_probes(self, sequence: Sequence, probes: Probes, tokens: Seq[int]) -> None:
+        """The most probable tokens behind the asked ones of the probes that the last draft came with."""
         return None
 
     def rewind(self, sequence: Sequence, length: int) -> None:

@@ -8,7 +8,7 @@ their trees are checked together.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from sakiyomi.errors import ParameterError
@@ -75,10 +75,17 @@ class CombinedDrafter(PartsDrafter):
 
 def _choose(drafts: Seq[Draft]) -> Draft:
     # Whether a sampled draft is checked must not depend on what was drawn, so it is never weighed.
-    return next((d for d in drafts if d.drawn in SAMPLED), None) or max(drafts, key=expected_length)
+    chosen = next((d for d in drafts if d.drawn in SAMPLED), None) or max(drafts, key=expected_length)
+    return _with_probes(chosen, drafts)
 
 
 def _merge(drafts: Seq[Draft], max_nodes: int) -> Draft:
     if any(draft.drawn in SAMPLED for draft in drafts):
         return _choose(drafts)
-    return merge_drafts(drafts, max_nodes)
+    return _with_probes(merge_drafts(drafts, max_nodes), drafts)
+
+
+def _with_probes(draft: Draft, drafts: Seq[Draft]) -> Draft:
+    """The draft with the probes that one of the parts asked for, whosever draft it is."""
+    probes = next((other.probes for other in drafts if other.probes is not None), None)
+    return draft if probes is draft.probes else replace(draft, probes=probes)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Self
 from weakref import WeakSet
 
 from sakiyomi.cache import KVCache
 from sakiyomi.errors import ParameterError
-from sakiyomi.models.packing import make_room, pack_spans, split_result
+from sakiyomi.models.packing import make_room, own_caches, pack_spans, split_result
+from sakiyomi.models.stages import run_in_stages
 from sakiyomi.nets.decoder import Decoder, DecoderConfig
 from sakiyomi.ops.base import Ops
 from sakiyomi.types import Checkpoint, Lent, ModelInfo, Output, Span
@@ -25,6 +26,7 @@ class DecoderModel:
         self.decoder = decoder
         self.info = info
         self._pass = _Turnstile()
+        self._is_cut = False
 
     def new_cache(self) -> KVCache:
         """An empty cache for one sequence."""
@@ -41,10 +43,17 @@ class DecoderModel:
             return []
         with self._pass.lock:
             packed = pack_spans(spans, self.info)
-            past = make_room(spans, *self._cache_shape)
+            caches = own_caches(spans, *self._cache_shape)
             try:
+                if self._is_cut or any(span.computed is not None for span in spans):
+                    return list(run_in_stages(self.decoder, spans, packed, caches, notes=self._is_cut))
                 logits, taps = self.decoder.forward(
-                    packed.token_ids, packed.positions, past, packed.mask, packed.logit_rows, packed.taps
+                    packed.token_ids,
+                    packed.positions,
+                    make_room(caches, spans),
+                    packed.mask,
+                    packed.logit_rows,
+                    packed.taps,
                 )
             except BaseException:
                 # Rows of a pass that broke off (an interrupt, no memory) must never be committed.
@@ -53,14 +62,18 @@ class DecoderModel:
                 raise
         return list(split_result(self.decoder.ops, spans, packed, logits, taps))
 
-    def shallow(self, num_layers: int) -> Self:
+    def shallow(self, num_layers: int, skip: Collection[int] = ()) -> Self:
         """The same model cut after its first layers, with final norm and head, sharing weights.
 
-        It can also run over caches of the whole model, whose first layers it fills.
+        It can also run over caches of the whole model, whose layers it fills.
+
+        Args:
+            skip: numbers of layers, from 0, that are left out.
         """
         cut = copy.copy(self)
-        cut.decoder = self.decoder.shallow(num_layers)
+        cut.decoder = self.decoder.shallow(num_layers, skip)
         cut.info = replace(self.info, num_layers=num_layers)
+        cut._is_cut = True
         return cut
 
     def lend(self) -> Lent:

@@ -39,7 +39,8 @@ class Tree:
     """A row attends to its sequence's past, to its ancestors in the tree, and to itself.
 
     Attributes:
-        parents: int32 [R], indices into the row's own sequence segment, -1 = the cached past. Parents come first.
+        parents: int32 [R], indices into the tree of the row's sequence, -1 = the cached past. Parents come first. A
+            tree begins with the pending rows of the cache (`KVSlots.pending`), then come the call's own.
         bounds: B+1 row offsets of the segments.
     """
 
@@ -76,13 +77,21 @@ class KVSlots:
     """One sequence's cache as the ops see it.
 
     Attributes:
-        keys, values: [L, G, C, D], already holding room for the rows of the call behind `length`.
+        keys, values: [L, G, C, D], already holding room for the rows of the call behind `length` and `pending`.
         length: committed slots; slot i holds position i.
+        pending: the parents (-1: the committed past) of rows behind `length` that earlier calls stored, and that the
+            rows of this call may descend from.
     """
 
     keys: Array
     values: Array
     length: int
+    pending: tuple[int, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """The slot of the call's first row."""
+        return self.length + len(self.pending)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +229,7 @@ class Ops(ABC):
 
     @abstractmethod
     def store(self, past: Past, k: Array, v: Array, bounds: Sequence[int]) -> tuple[Array, Array]:
-        """Write the rows' k, v [R, G, D] into the caches behind their length; return them as the cache holds them."""
+        """Write the rows' k, v [R, G, D] into the caches behind what is there; return them as the cache holds them."""
 
     @abstractmethod
     def attend(self, q: Array, k: Array, v: Array, past: Past | None, mask: Mask, window: int | None = None) -> Array:
@@ -248,6 +257,10 @@ class Ops(ABC):
     def concat(self, parts: Sequence[Array]) -> Array:
         """Arrays [R, N_i] side by side: [R, sum of N_i]. This form is for numpy arrays."""
         return np.concatenate(parts, axis=-1)
+
+    def stack(self, parts: Sequence[Array]) -> Array:
+        """Arrays [R_i, N] under one another: [sum of R_i, N]. This form is for numpy arrays."""
+        return np.concatenate(parts, axis=0)
 
     @abstractmethod
     def argmax(self, x: Array) -> npt.NDArray[np.int64]:

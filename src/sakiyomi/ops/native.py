@@ -388,9 +388,9 @@ def _window(window: int | None) -> int:
     return window or 0
 
 
-def _caches(past: Past) -> tuple[list[Any], list[Any], list[int]]:
+def _caches(past: Past) -> tuple[list[Any], list[Any], list[int], list[tuple[int, ...]]]:
     slots = past.slots
-    return [s.keys for s in slots], [s.values for s in slots], [s.length for s in slots]
+    return [s.keys for s in slots], [s.values for s in slots], [s.length for s in slots], [s.pending for s in slots]
 
 
 def _segments(mask: Mask) -> tuple[list[int], npt.NDArray[np.int32] | None]:

@@ -7,6 +7,7 @@ nodes unless they are sampled.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Literal, Protocol
 
@@ -133,6 +134,16 @@ class Growth:
         """The token of a node; the root's is the last committed one."""
         return self.sequence.tokens[-1] if node == ROOT else self.tree.tokens[node]
 
+    def parent(self, node: int) -> int:
+        """The parent of a node, -1 the root."""
+        return self.tree.parents[node]
+
+    def grow(self, output: Output) -> None:
+        """Append the children of the frontier and go on; the output's i-th row is that of the frontier's i-th node."""
+        for row, node in enumerate(self.frontier):
+            self.add(node, OutputCandidates(output, row))
+        self.go_on()
+
     def add(self, node: int, candidates: Candidates) -> None:
         """Append the children of a node of the frontier."""
         history = self.sequence.history(self.tree.path_tokens(node))
@@ -154,23 +165,39 @@ class Growth:
 
     def go_on(self) -> None:
         """Choose the next frontier, empty when the draft is grown."""
-        depth = self.tree.depths[-1]
+        depth = max(self.tree.depths, default=self.max_depth)
         is_full = self._draw == "independent" and len(self.tree) >= self._max_nodes
         nodes = self.tree.frontier(self._width, self.sequence.end_ids) if depth < self.max_depth and not is_full else []
         self.frontier = [node for node in nodes if self.tree.confidences[node] >= self._lowest]
 
-    def draft(self) -> Draft:
-        """The draft as it is grown."""
+    def draft(self, leading: Seq[int] = ()) -> Draft:
+        """The draft as it is grown.
+
+        Args:
+            leading: nodes that it shall begin with, in this order, parents before children.
+        """
         if self._draw == "independent":
-            return replace(
-                self.tree.build(),
-                drawn="independent" if self._width == 1 else "without_replacement",
-                probs=[law.probs for law in self._laws],
-                probs_ids=[law.ids for law in self._laws],
-            )
+            return self._sampled_draft(leading)
         drawn: Literal["fixed", "coupled"] = "fixed" if self._draw == "argmax" else "coupled"
-        nodes = [n for n in self.tree.select(self._max_nodes) if self.tree.confidences[n] >= self._lowest]
+        chosen = [n for n in self.tree.select(self._max_nodes) if self.tree.confidences[n] >= self._lowest]
+        nodes = _put_first(leading, chosen)[: self._max_nodes]
         draft = self.tree.build(nodes, drawn)
         if not self._tells_confidences:
             return draft
         return replace(draft, confidences=tuple(float(np.exp(self.tree.confidences[node])) for node in nodes))
+
+    def _sampled_draft(self, leading: Seq[int]) -> Draft:
+        order = _put_first(leading, range(len(self.tree)))
+        place = {node: i for i, node in enumerate(order)}
+        return replace(
+            self.tree.build(order),
+            drawn="independent" if self._width == 1 else "without_replacement",
+            probs=[self._laws[node].probs for node in order],
+            probs_ids=[self._laws[node].ids for node in order],
+            draws=tuple(place[node] for node in range(len(order))) if leading else None,
+        )
+
+
+def _put_first(leading: Seq[int], nodes: Seq[int]) -> list[int]:
+    first = set(leading)
+    return [*leading, *(node for node in nodes if node not in first)]
