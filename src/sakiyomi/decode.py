@@ -97,6 +97,8 @@ def _checked_drafts(drafter: Drafter, sequences: Seq[Sequence], budgets: Seq[int
     if len(drafts) != len(sequences):
         raise ValueError(f"{len(drafts)} drafts for {len(sequences)} sequences")
     drafts = [draft.trim(budget, budget) for draft, budget in zip(drafts, budgets, strict=True)]
+    if not info.takes_trees:
+        drafts = [draft.best_chain() for draft in drafts]
     for draft in drafts:
         draft.check(info.vocab_size)
     return drafts

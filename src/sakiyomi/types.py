@@ -205,6 +205,7 @@ class ModelInfo:
         max_model_len: positions of the context.
         hidden_size: width of one tap.
         is_bit_exact: whether a row's logits are the same bits whatever is computed beside it.
+        takes_trees: whether a tree costs one pass; if not, drafts are cut to chains (`Draft.best_chain`).
     """
 
     name: str
@@ -216,6 +217,7 @@ class ModelInfo:
     end_token_ids: tuple[int, ...] = ()
     is_bit_exact: bool = False
     dtype: str = "float32"
+    takes_trees: bool = True
 
 
 @runtime_checkable

@@ -24,7 +24,7 @@ class DecoderModel:
     def __init__(self, decoder: Decoder, info: ModelInfo) -> None:
         self.decoder = decoder
         self.info = info
-        self._pass = _Turnstile()
+        self._pass = Turnstile()
 
     def new_cache(self) -> KVCache:
         """An empty cache for one sequence."""
@@ -69,10 +69,10 @@ class DecoderModel:
         return config.num_layers, config.num_kv_heads, config.head_dim
 
 
-class _Turnstile:
+class Turnstile:
     """A lock that a forked child finds open: the thread that held it does not exist there."""
 
-    _all: WeakSet[_Turnstile] = WeakSet()
+    _all: WeakSet[Turnstile] = WeakSet()
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -85,7 +85,7 @@ class _Turnstile:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_Turnstile.reopen_all)
+    os.register_at_fork(after_in_child=Turnstile.reopen_all)
 
 
 def load_decoder(
