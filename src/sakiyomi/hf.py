@@ -6,22 +6,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-from transformers import GenerationConfig
-from transformers.generation import GenerateDecoderOnlyOutput
-
 from sakiyomi.assemble import LoadedModel, ModelOptions, make_drafter, make_verifier
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.engine.engine import Engine, Job, Prefix
 from sakiyomi.engine.metrics import AcceptanceCounter
-from sakiyomi.errors import ParameterError, VocabularyError
-from sakiyomi.models.hf import HFModel
+from sakiyomi.errors import MissingExtraError, ParameterError, VocabularyError, advise_extra
 from sakiyomi.noise import derive_seed
 from sakiyomi.params import SamplingParams
 from sakiyomi.plugins import suggest
 from sakiyomi.types import Drafter, DrafterContext
 from sakiyomi.types import Sequence as Answer
+
+try:
+    import torch
+    from torch import Tensor
+    from transformers import GenerationConfig
+    from transformers.generation import GenerateDecoderOnlyOutput
+except ImportError as error:
+    raise MissingExtraError(
+        f"sakiyomi.hf needs torch and transformers ({error}); run {advise_extra('torch')}."
+    ) from error
+
+from sakiyomi.models.hf import HFModel
 
 HONOURED = (
     *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "stop_strings"),

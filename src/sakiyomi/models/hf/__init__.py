@@ -13,11 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-from torch import nn
+from sakiyomi.errors import CheckpointError, MissingExtraError, ParameterError, advise_extra
 
-from sakiyomi.errors import CheckpointError, ParameterError
+try:
+    import torch
+    import transformers
+    from torch import nn
+    from transformers.cache_utils import DummyLayer as _  # not in versions before 5.24
+except ImportError as error:
+    raise MissingExtraError(
+        f"models of transformers need torch and transformers 5.24 or later ({error}); run {advise_extra('torch')}."
+    ) from error
+
 from sakiyomi.models.base import Turnstile
 from sakiyomi.models.hf.calls import Caller, find_layers
 from sakiyomi.models.hf.chains import ChainCache, ChainRunner

@@ -56,8 +56,13 @@ class ChainRunner:
             check_span(span, info)
             if not isinstance(span.cache, ChainCache):
                 raise ParameterError(FOREIGN_CACHE)
-            span.cache.pending = None  # rows of a pass that breaks off must never be committed
-        return [_SpanRun(self._caller, self._manner, span).run(info.vocab_size, self._ops) for span in spans]
+        try:
+            return [_SpanRun(self._caller, self._manner, span).run(info.vocab_size, self._ops) for span in spans]
+        except BaseException:
+            # Rows of a pass that broke off must never be committed.
+            for span in spans:
+                span.cache.keep(())
+            raise
 
 
 class ChainCache:
