@@ -16,7 +16,10 @@ from tiny_models import MODELS, REFUSED, VOCAB_SIZE, build, foreign, loaded, mod
 from sakiyomi import LLM, SamplingParams  # noqa: E402
 from sakiyomi.drafters.planted import PlantedDrafter, scatter  # noqa: E402
 from sakiyomi.errors import ParameterError, UnsupportedModelError  # noqa: E402
-from sakiyomi.models.hf import HFModel  # noqa: E402
+from sakiyomi.models.hf import (
+    HFModel,
+    trees,
+)
 from sakiyomi.models.hf.chains import ChainRunner  # noqa: E402
 from sakiyomi.types import Cache, Drafter, Span  # noqa: E402
 
@@ -121,8 +124,10 @@ def test_after_any_rejection_the_state_is_that_of_the_accepted_tokens(name: str)
     assert twin.num_bytes > 0
 
 
+@pytest.mark.parametrize("max_columns", [4096, 30])
 @pytest.mark.parametrize("name", ["gpt2", "gemma3", "mixtral", "llama4", "rwkv"])
-def test_a_batch_is_its_sequences(name: str) -> None:
+def test_a_batch_is_its_sequences(name: str, max_columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trees, "MAX_COLUMNS", max_columns)
     model, rng = model_of(name), random.Random(name)
     spans = []
     for length in (2, 21, 12):

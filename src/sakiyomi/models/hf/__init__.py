@@ -19,7 +19,7 @@ try:
     import torch
     import transformers
     from torch import nn
-    from transformers.cache_utils import DummyLayer as _  # not in versions before 5.24
+    from transformers.cache_utils import DummyLayer as _  # noqa: F401  # not in versions before 5.24
 except ImportError as error:
     raise MissingExtraError(
         f"models of transformers need torch and transformers 5.24 or later ({error}); run {advise_extra('torch')}."

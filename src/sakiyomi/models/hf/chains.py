@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache
 
 from sakiyomi.errors import ParameterError
 from sakiyomi.models.hf.calls import Caller, copy_state, count_bytes
-from sakiyomi.models.hf.trees import FOREIGN_CACHE, check_length, check_path
+from sakiyomi.models.hf.trees import FOREIGN_CACHE, check_distinct, check_length, check_path
 from sakiyomi.models.packing import SpanOutput, check_span
 from sakiyomi.ops.torch import TorchOps
 from sakiyomi.types import ModelInfo, Output, Span
@@ -50,8 +50,7 @@ class ChainRunner:
         return ChainCache(self._manner)
 
     def forward(self, spans: Sequence[Span], info: ModelInfo) -> list[Output]:
-        if len({id(span.cache) for span in spans}) < len(spans):
-            raise ParameterError("two spans of one forward pass share a cache; give each sequence its own.")
+        check_distinct(spans)
         for span in spans:
             check_span(span, info)
             if not isinstance(span.cache, ChainCache):

@@ -23,6 +23,8 @@ from sakiyomi.ops.torch import TorchOps
 from sakiyomi.types import ModelInfo, Output, Span
 
 FIRST_CAPACITY = 64
+MAX_COLUMNS = 4096
+"""Keys of one pass over several sequences."""
 FOREIGN_CACHE = "a span holds a cache of another model; take caches from this model's new_cache()."
 FULL, WINDOWED, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
@@ -45,22 +47,19 @@ class TreeRunner:
         return TreeCache(len(self._kinds), info.max_model_len)
 
     def forward(self, spans: Sequence[Span], info: ModelInfo) -> list[Output]:
-        packed = pack_spans(spans, info)
+        check_distinct(spans)
         caches = [_own_cache(span, len(self._kinds)) for span in spans]
+        packs = [(group, pack_spans(group, info)) for group in group_spans(spans)]
         try:
-            logits, taps = self._run(spans, caches, packed)
+            return [output for group, packed in packs for output in self._run(group, packed, info)]
         except BaseException:
             # Rows of a pass that broke off must never be committed.
             for cache in caches:
-                cache.num_pending = 0
+                cache.keep(())
             raise
-        if logits is not None:
-            logits = logits[:, : info.vocab_size]
-        return list(split_result(self._ops, spans, packed, logits, taps))
 
-    def _run(
-        self, spans: Sequence[Span], caches: Sequence[TreeCache], packed: PackedSpans
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def _run(self, spans: Sequence[Span], packed: PackedSpans, info: ModelInfo) -> Sequence[Output]:
+        caches = [_own_cache(span, len(self._kinds)) for span in spans]
         for cache, span in zip(caches, spans, strict=True):
             cache.reserve(len(span.tokens))
         layers: list[Any] = [
@@ -77,7 +76,9 @@ class TreeRunner:
         )
         if any(not layer.is_written for layer in layers if isinstance(layer, _PackedLayer)):
             raise ParameterError("this model leaves out layers of its cache, which cannot be kept then.")
-        return logits, taps
+        if logits is not None:
+            logits = logits[:, : info.vocab_size]
+        return split_result(self._ops, spans, packed, logits, taps)
 
     def _mask(self, caches: Sequence[TreeCache], packed: PackedSpans) -> Any:
         masks = {
@@ -90,6 +91,24 @@ class TreeRunner:
         mask = torch.zeros(allowed.shape, dtype=self._caller.dtype, device=self._caller.device)
         mask.masked_fill_(~torch.from_numpy(allowed).to(mask.device), torch.finfo(mask.dtype).min)
         return mask[None, None]
+
+
+def group_spans(spans: Sequence[Span]) -> list[list[Span]]:
+    """Spans that run in one pass, in order.
+
+    A row computes what it has to do with the keys of its neighbours too, before the mask leaves them out. For many
+    long texts that would cost more than reading the weights once saves.
+    """
+    groups: list[list[Span]] = []
+    num_columns = 0
+    for span in spans:
+        own = span.cache.length + len(span.tokens)
+        num_columns += own
+        if not groups or num_columns > MAX_COLUMNS:
+            groups.append([])
+            num_columns = own
+        groups[-1].append(span)
+    return groups
 
 
 # ---------------------------------------------------------------------------------------------- what a row sees
@@ -239,6 +258,12 @@ class TreeCache:
         copy.length = self.length
         copy._layers = [[slots[:, :, : self.length].clone() for slots in layer] for layer in self._layers]
         return copy
+
+
+def check_distinct(spans: Sequence[Span]) -> None:
+    """Refuse one cache in two spans."""
+    if len({id(span.cache) for span in spans}) < len(spans):
+        raise ParameterError("two spans of one forward pass share a cache; give each sequence its own.")
 
 
 def check_path(path: Sequence[int], num_pending: int) -> None:
