@@ -16,10 +16,7 @@ from tiny_models import MODELS, REFUSED, VOCAB_SIZE, build, foreign, loaded, mod
 from sakiyomi import LLM, SamplingParams  # noqa: E402
 from sakiyomi.drafters.planted import PlantedDrafter, scatter  # noqa: E402
 from sakiyomi.errors import ParameterError, UnsupportedModelError  # noqa: E402
-from sakiyomi.models.hf import (
-    HFModel,
-    trees,
-)
+from sakiyomi.models.hf import HFModel, trees  # noqa: E402
 from sakiyomi.models.hf.chains import ChainRunner  # noqa: E402
 from sakiyomi.types import Cache, Drafter, Span  # noqa: E402
 
