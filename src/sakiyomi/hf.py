@@ -42,7 +42,7 @@ WITHOUT_EFFECT = (
     *("assistant_lookbehind", "target_lookbehind", "is_assistant", "low_memory", "renormalize_logits"),
     # For beams or encoders, which are refused by other names.
     *("early_stopping", "length_penalty", "decoder_start_token_id"),
-    "transformers_version",
+    *("transformers_version", "_from_model_config"),
 )
 ONLY_SAMPLING = ("top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 """What transformers itself leaves aside without `do_sample`."""
@@ -153,7 +153,7 @@ class WrappedModel:
         model = self._assistants[id(assistant)][1]
         sources = (asked, vars(asked["generation_config"] or object), vars(assistant.generation_config))
         count = next((found for one in sources if (found := one.get("num_assistant_tokens")) is not None), None)
-        options = {} if count is None else {"num_speculative_tokens": int(count)}
+        options: dict[str, Any] = {} if count is None else {"num_speculative_tokens": int(count)}
         context = DrafterContext(self._verifying, lambda _: model, self._verifier.draw)
         return ModelDrafter(ModelDrafter.Config(model="assistant_model", **options), context)
 

@@ -84,6 +84,10 @@ def test_without_the_extra_the_advice_is_to_install_it(folder: Path, monkeypatch
 def test_a_backend_that_was_named_stays(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="model_type 'gpt2' is not supported"):
         load_model(folder, ModelOptions(backend="torch"))
+
+
+def test_8_bit_weights_are_for_our_own_decoder(folder: Path) -> None:
+    pytest.importorskip("sakiyomi._native")
     with pytest.raises(CheckpointError, match="model_type 'gpt2' is not supported"):
         load_model(folder, ModelOptions(dtype="int8"))
 
@@ -105,6 +109,6 @@ def test_what_transformers_cannot_load_is_refused_in_one_line(folder: Path, tmp_
 
 def test_a_rotation_that_changes_with_the_length_bounds_the_context() -> None:
     scaling = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    scaling["original_max_position_embeddings"] = 64
-    config = transformers.Phi3Config(**(MODELS["phi3"].options | {"rope_scaling": scaling}))
+    options = MODELS["phi3"].options | {"rope_scaling": scaling, "original_max_position_embeddings": 64}
+    config = transformers.Phi3Config(**options)
     assert _context(config, None) == 64
