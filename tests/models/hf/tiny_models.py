@@ -90,7 +90,7 @@ REFUSED = {
         RECURRENT
         | {"num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48, "lru_width": 32}
         | {"attention_window_size": 8, "num_key_value_heads": 1, "head_dim": 8},
-        "cannot be put back",
+        "its forward returns none",
     ),
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -205,7 +205,8 @@ def _cut(model: Any, config: Any, num_layers: int) -> Any:
     shallow = copy.deepcopy(config)
     shallow.num_hidden_layers = num_layers
     if getattr(config, "layer_types", None):
-        shallow.layer_types = list(config.layer_types)[:num_layers]
+        with suppress(AttributeError):  # some derive it from the number of layers
+            shallow.layer_types = list(config.layer_types)[:num_layers]
     return _replaced(model, layers, nn.ModuleList(list(layers)[:num_layers]), shallow)
 
 
