@@ -214,9 +214,10 @@ def test_neighbours_in_a_step_do_not_matter() -> None:
     assert [s.tokens for s in together] == [s.tokens for s in alone]
 
 
-def test_a_model_that_takes_no_trees_is_given_chains() -> None:
+def test_a_model_that_takes_no_trees_is_given_chains_or_nothing() -> None:
     model = ToyModel(random_law(8, seed=1), 8)
     drafter = planted(lambda *_: Draft.from_paths([[1], [2, 3], [2, 1]]))
     sequence = start(model, SamplingParams(max_tokens=32))
-    info = replace(model.info, takes_trees=False)
+    info = replace(model.info, draft_shape="chains")
     assert propose(drafter, [sequence], [8], info) == [Draft.chain([2, 3])]
+    assert propose(drafter, [sequence], [8], replace(model.info, draft_shape="none")) == [Draft.empty()]

@@ -83,7 +83,7 @@ def propose(drafter: Drafter, sequences: Seq[Sequence], budgets: Seq[int], info:
     """
     depths = [_num_left(sequence, info) - 1 for sequence in sequences]
     budgets = [max(min(budget, depth), 0) for budget, depth in zip(budgets, depths, strict=True)]
-    if not any(budgets):
+    if info.draft_shape == "none" or not any(budgets):
         return [Draft.empty() for _ in sequences]
     try:
         return _checked_drafts(drafter, sequences, budgets, info)
@@ -97,7 +97,7 @@ def _checked_drafts(drafter: Drafter, sequences: Seq[Sequence], budgets: Seq[int
     if len(drafts) != len(sequences):
         raise ValueError(f"{len(drafts)} drafts for {len(sequences)} sequences")
     drafts = [draft.trim(budget, budget) for draft, budget in zip(drafts, budgets, strict=True)]
-    if not info.takes_trees:
+    if info.draft_shape == "chains":
         drafts = [draft.best_chain() for draft in drafts]
     for draft in drafts:
         draft.check(info.vocab_size)

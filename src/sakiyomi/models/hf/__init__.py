@@ -79,7 +79,7 @@ class HFModel(Model):
             dtype=str(self._caller.dtype).removeprefix("torch."),
         )
         self._runner: TreeRunner | ChainRunner = find_runner(self._caller, self.info)
-        self.info = replace(self.info, takes_trees=self._runner.takes_trees)
+        self.info = replace(self.info, draft_shape=self._runner.draft_shape)
         self._pass = Turnstile()
 
     @classmethod

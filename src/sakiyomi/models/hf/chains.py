@@ -20,7 +20,7 @@ from sakiyomi.models.hf.calls import Caller, copy_state, count_bytes
 from sakiyomi.models.hf.trees import FOREIGN_CACHE, check_distinct, check_length, check_path
 from sakiyomi.models.packing import SpanOutput, check_span
 from sakiyomi.ops.torch import TorchOps
-from sakiyomi.types import ModelInfo, Output, Span
+from sakiyomi.types import DraftShape, ModelInfo, Output, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,8 @@ class Manner:
 class ChainRunner:
     """Runs spans one after the other, a tree as its chains."""
 
-    takes_trees = False
-
     def __init__(self, caller: Caller, manner: Manner) -> None:
+        self.draft_shape: DraftShape = "chains" if manner.chunks else "none"
         self._caller = caller
         self._manner = manner
         self._ops = TorchOps(caller.dtype, caller.device)

@@ -50,7 +50,7 @@ def find_runner(caller: Caller, info: ModelInfo) -> TreeRunner | ChainRunner:
     if not trial.holds("whole"):
         logger.warning(
             "%s computes other logits token by token than at once; sakiyomi does as transformers' generate does: the "
-            "prompt at once, the rest token by token, so that drafts save no time.",
+            "prompt at once, the rest token by token, without drafts.",
             name,
         )
         return ChainRunner(caller, Manner(crops=False, chunks=False))

@@ -20,7 +20,7 @@ from sakiyomi.errors import ParameterError
 from sakiyomi.models.hf.calls import Caller
 from sakiyomi.models.packing import PackedSpans, pack_spans, split_result
 from sakiyomi.ops.torch import TorchOps
-from sakiyomi.types import ModelInfo, Output, Span
+from sakiyomi.types import DraftShape, ModelInfo, Output, Span
 
 FIRST_CAPACITY = 64
 MAX_COLUMNS = 4096
@@ -36,7 +36,7 @@ class TreeRunner:
         ParameterError: a model with layers that are no plain attention over all, the last, or a chunk of positions.
     """
 
-    takes_trees = True
+    draft_shape: DraftShape = "trees"
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
