@@ -34,6 +34,7 @@ WriteLlama = Callable[..., Path]
         ({"dtype": "bfloat16"}, "torch"),
         ({"device": "cuda"}, "torch"),
         ({"device": "cuda", "dtype": "float32"}, "torch"),
+        ({"backend": "hf"}, "hf"),
     ],
 )
 def test_the_backend_follows_from_dtype_and_device(options: dict[str, str], backend: str) -> None:
@@ -43,7 +44,8 @@ def test_the_backend_follows_from_dtype_and_device(options: dict[str, str], back
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backend": "jax"}, "native or torch"),
+        ({"backend": "jax"}, "native, torch or hf"),
+        ({"dtype": "int8", "backend": "hf"}, "native CPU backend only"),
         ({"dtype": "int4"}, "int8, float32"),
         ({"dtype": "int8", "device": "cuda"}, "native CPU backend only"),
         ({"dtype": "int8", "backend": "torch"}, "native CPU backend only"),

@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sakiyomi import hub
-from sakiyomi.errors import CheckpointError, MissingExtraError, ParameterError, VocabularyError, advise_extra
+from sakiyomi.errors import (
+    CheckpointError,
+    MissingExtraError,
+    ParameterError,
+    UnsupportedModelError,
+    VocabularyError,
+    advise_extra,
+)
 from sakiyomi.plugins import find_class, list_names, make_config, parse_spec, suggest
 from sakiyomi.text.chat import ChatTemplate
 from sakiyomi.text.tokenizer import Tokenizer
@@ -24,7 +31,7 @@ from sakiyomi.types import Checkpoint, Drafter, DrafterContext, DrafterFile, Dra
 logger = logging.getLogger("sakiyomi")
 
 MADE_OF_PARTS = ("sakiyomi.drafters.combined", "sakiyomi.drafters.auto")
-Backend = Literal["auto", "native", "torch"]
+Backend = Literal["auto", "native", "torch", "hf"]
 NATIVE_DTYPES = ("int8", "float32")
 TORCH_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -35,9 +42,10 @@ class ModelOptions:
 
     Args:
         dtype: "int8" or "float32" on the native CPU backend (default int8); "float32", "bfloat16", "float16" or
-            "float64" on torch (default float32 on a CPU, bfloat16 on a GPU).
+            "float64" on torch and hf (default float32 on a CPU, bfloat16 on a GPU).
         device: "cpu", or a torch device such as "cuda".
-        backend: "native" (our C++ kernels), "torch", or "auto".
+        backend: "native" (our C++ kernels), "torch", "hf" (any causal model of transformers), or "auto": the first of
+            these that is here and knows the model.
         threads: CPU threads of the native backend; None uses what the process may use.
         max_model_len: positions of the context; None takes the model's own.
     """
@@ -73,7 +81,7 @@ def load_model(
     """
     path = hub.resolve(name)
     with _naming_the_model(path):
-        checkpoint = read_checkpoint(path)
+        checkpoint = read_checkpoint(path, weights=options.backend != "hf")
         tokenizer = template = vocab_size = None
         if checkpoint.tokenizer is not None:
             tokenizer = Tokenizer.load(checkpoint.tokenizer)
@@ -81,7 +89,7 @@ def load_model(
             vocab_size = tokenizer.vocab_size
             if fitting is not None and _shares_tokenizer(fitting, tokenizer):
                 vocab_size = min(vocab_size, fitting.model.info.vocab_size)
-        model = _build_model(checkpoint, options, vocab_size)
+        model = _build_model(checkpoint, options, vocab_size, path)
     return LoadedModel(model=model, tokenizer=tokenizer, chat_template=template, path=path)
 
 
@@ -102,12 +110,12 @@ def _naming_the_model(path: Path) -> Iterator[None]:
         raise CheckpointError(told) from error
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
-    """Read a model folder or a .gguf file."""
+def read_checkpoint(path: Path, *, weights: bool = True) -> Checkpoint:
+    """Read a model folder or a .gguf file; of a folder without its weights if need be."""
     if path.is_dir():
         from sakiyomi.checkpoints.safetensors import read_safetensors
 
-        return read_safetensors(path)
+        return read_safetensors(path, weights=weights)
     if path.suffix == ".gguf":
         from sakiyomi.checkpoints.gguf import read_gguf
 
@@ -115,8 +123,41 @@ def read_checkpoint(path: Path) -> Checkpoint:
     raise CheckpointError(f"{path} is neither a model folder nor a .gguf file; give one of these.")
 
 
-def _build_model(checkpoint: Checkpoint, options: ModelOptions, vocab_size: int | None) -> Model:
+def _build_model(checkpoint: Checkpoint, options: ModelOptions, vocab_size: int | None, path: Path) -> Model:
     backend = choose_backend(options)
+    if backend == "hf":
+        return _build_foreign(checkpoint, options, vocab_size, path)
+    try:
+        return _build_own(backend, checkpoint, options, vocab_size)
+    except UnsupportedModelError as error:
+        if options.backend != "auto" or options.dtype == "int8" or not path.is_dir():
+            raise
+        if not (_has_torch() and _has_transformers()):
+            raise MissingExtraError(
+                f"{path}: {error} Transformers, which may know it, is not installed; run {advise_extra('torch')}."
+            ) from error
+        logger.info("%s; taking transformers instead.", str(error).rstrip("."))
+    return _build_foreign(checkpoint, options, vocab_size, path)
+
+
+def _build_foreign(checkpoint: Checkpoint, options: ModelOptions, vocab_size: int | None, path: Path) -> Model:
+    if not path.is_dir():
+        raise ParameterError(f"backend=hf takes folders in transformers' layout, and {path} is none.")
+    from sakiyomi.models.hf import HFModel
+
+    return HFModel.load(
+        path,
+        dtype=options.dtype or ("float32" if options.device == "cpu" else "bfloat16"),
+        device=options.device,
+        max_model_len=options.max_model_len,
+        vocab_size=vocab_size,
+        end_token_ids=checkpoint.end_token_ids,
+    )
+
+
+def _build_own(
+    backend: Literal["native", "torch"], checkpoint: Checkpoint, options: ModelOptions, vocab_size: int | None
+) -> Model:
     if backend == "native":
         from sakiyomi.models.native import NativeModel
 
@@ -138,16 +179,16 @@ def _build_model(checkpoint: Checkpoint, options: ModelOptions, vocab_size: int 
     )
 
 
-def choose_backend(options: ModelOptions) -> Literal["native", "torch"]:
-    """The backend for these options.
+def choose_backend(options: ModelOptions) -> Literal["native", "torch", "hf"]:
+    """The backend for these options; a model that it does not know may still need another.
 
     Raises:
         ParameterError: for a dtype, device or backend that does not exist, or that do not go together.
         MissingExtraError: if what it needs was not built or is not installed.
     """
     dtype, backend = options.dtype, options.backend
-    if backend not in ("auto", "native", "torch"):
-        raise ParameterError(f"backend={backend!r} is not allowed; give auto, native or torch.")
+    if backend not in ("auto", "native", "torch", "hf"):
+        raise ParameterError(f"backend={backend!r} is not allowed; give auto, native, torch or hf.")
     if dtype is not None and dtype not in (*NATIVE_DTYPES, *TORCH_DTYPES):
         raise ParameterError(f"dtype={dtype!r} is not allowed; give int8, float32, bfloat16, float16 or float64.")
     is_native_possible = options.device == "cpu" and dtype in (None, *NATIVE_DTYPES)
@@ -156,14 +197,18 @@ def choose_backend(options: ModelOptions) -> Literal["native", "torch"]:
         raise ParameterError(
             f"backend=native has no dtype={dtype!r} on device={options.device!r}; it runs int8 or float32 on cpu."
         )
-    if not is_torch_possible and (backend == "torch" or not is_native_possible):
+    if not is_torch_possible and (backend in ("torch", "hf") or not is_native_possible):
         raise ParameterError(
             f"dtype={dtype!r} runs on the native CPU backend only, not on backend={backend} device={options.device!r}."
         )
-    if not is_native_possible or backend == "torch":
+    if not is_native_possible or backend in ("torch", "hf"):
         if not _has_torch():
             raise MissingExtraError(f"this needs torch, which is not installed; run {advise_extra('torch')}.")
-        return "torch"
+        if backend == "hf" and not _has_transformers():
+            raise MissingExtraError(
+                f"backend=hf needs transformers, which is not installed; run {advise_extra('torch')}."
+            )
+        return "hf" if backend == "hf" else "torch"
     if _has_native():
         return "native"
     if backend == "auto" and is_torch_possible and _has_torch():
@@ -186,6 +231,10 @@ def _has_native() -> bool:
 
 def _has_torch() -> bool:
     return importlib.util.find_spec("torch") is not None
+
+
+def _has_transformers() -> bool:
+    return importlib.util.find_spec("transformers") is not None
 
 
 # ---------------------------------------------------------------------------------------------- drafters, verifiers

@@ -93,7 +93,7 @@ def propose(drafter: Drafter, sequences: Seq[Sequence], budgets: Seq[int], info:
     """
     depths = [_num_left(sequence, info) - 1 for sequence in sequences]
     budgets = [max(min(budget, depth), 0) for budget, depth in zip(budgets, depths, strict=True)]
-    if not any(budgets):
+    if info.draft_shape == "none" or not any(budgets):
         return [Draft.empty() for _ in sequences]
     try:
         return _checked_drafts(drafter, sequences, budgets, info)
@@ -112,6 +112,8 @@ def _checked_drafts(drafter: Drafter, sequences: Seq[Sequence], budgets: Seq[int
 def _checked_draft(draft: Draft, budget: int, info: ModelInfo) -> Draft:
     if len(draft) or draft.probes is not None:
         draft = draft.trim(budget, budget)
+        if info.draft_shape == "chains":
+            draft = draft.best_chain()
         draft.check(info.vocab_size)
     return draft
 

@@ -5,6 +5,7 @@
     ├── UnknownNameError (ValueError) an unknown model, drafter, verifier or option name
     ├── ContextLengthError (ValueError) a prompt that does not fit the context
     ├── CheckpointError               a file that is missing, truncated, mis-shaped or of an unsupported kind
+    │   └── UnsupportedModelError     a sound model of a kind that this backend does not know
     ├── VocabularyError (ValueError)  target and drafter have no tokens in common, or no tokenizer to compare
     ├── DownloadError                 a model that could not be fetched or stored
     └── MissingExtraError (ImportError) an optional part that is not installed, or native kernels that were not built
@@ -33,6 +34,10 @@ class ContextLengthError(SakiyomiError, ValueError):
 
 class CheckpointError(SakiyomiError):
     """A model file that is missing, damaged, mis-shaped or of an unsupported kind."""
+
+
+class UnsupportedModelError(CheckpointError):
+    """A sound model of a kind that a backend does not know; another backend may."""
 
 
 class VocabularyError(SakiyomiError, ValueError):

@@ -231,6 +231,37 @@ class Draft:
             self.probes,
         )
 
+    def best_chain(self) -> Draft:
+        """The path that is expected to be accepted longest, for a model that checks no trees.
+
+        Of a sampled draft it is the path of the first draws, so that none is left out because of what it drew.
+        """
+        if self.is_chain:
+            return self
+        if self.drawn in SAMPLED:
+            kept, node = [], ROOT
+            while below := self.draws_below(node):
+                node = below[0]
+                kept.append(node)
+        else:
+            kept = list(self.path(self._best_leaf()))
+        return Draft(
+            tuple(self.tokens[node] for node in kept),
+            tuple(range(-1, len(kept) - 1)),
+            self.drawn,
+            _rows(self.probs, kept),
+            _rows(self.probs_ids, kept),
+            None,
+            None if self.confidences is None else tuple(self.confidences[node] for node in kept),
+        )
+
+    def _best_leaf(self) -> int:
+        """The node whose path has the largest sum of confidences, the first of equal ones."""
+        sums: list[float] = []
+        for parent, confidence in zip(self.parents, _confidences(self), strict=True):
+            sums.append(confidence + (0.0 if parent == ROOT else sums[parent]))
+        return max(range(len(sums)), key=lambda node: sums[node])
+
     def check(self, vocab_size: int) -> None:
         """Raise ParameterError unless ids are in range, parents come first, siblings differ and laws are laws."""
         if len(self.tokens) != len(self.parents):

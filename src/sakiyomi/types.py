@@ -22,6 +22,7 @@ Array: TypeAlias = Any  # an array of the backend at hand: numpy.ndarray or torc
 Lossless: TypeAlias = Literal["tokens", "distribution", "no"]
 DrawMode: TypeAlias = Literal["argmax", "coupled", "independent"]
 """How a drafter with laws of its own finds tokens: the most probable, with the target's noise, or sampled by itself."""
+DraftShape: TypeAlias = Literal["trees", "chains", "none"]
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 GROUP_SIZE = 32
 
@@ -229,6 +230,8 @@ class ModelInfo:
         max_model_len: positions of the context.
         hidden_size: width of one tap.
         is_bit_exact: whether a row's logits are the same bits whatever is computed beside it.
+        draft_shape: what one pass checks at little cost. Where it is "chains", drafts are cut to `Draft.best_chain`;
+            where it is "none", every token costs as much as a step, so none are drafted.
     """
 
     name: str
@@ -240,6 +243,7 @@ class ModelInfo:
     end_token_ids: tuple[int, ...] = ()
     is_bit_exact: bool = False
     dtype: str = "float32"
+    draft_shape: DraftShape = "trees"
 
 
 @runtime_checkable

@@ -29,17 +29,20 @@ from sakiyomi.errors import CheckpointError
 from sakiyomi.types import Checkpoint, TokenizerData
 
 
-def read_safetensors(folder: Path) -> Checkpoint:
+def read_safetensors(folder: Path, *, weights: bool = True) -> Checkpoint:
     """Read a model folder as transformers writes it. Tensors are read from the disk when they are asked for.
 
     Half-precision tensors are returned in float32.
+
+    Args:
+        weights: False leaves the tensors, and every check of them, to whoever reads them in another way.
 
     Raises:
         CheckpointError: a missing, truncated or broken file, a missing shard, or weights in a quantised format.
     """
     folder = Path(folder)
-    config = read_json(folder / "config.json", CONFIG_KINDS)
-    if config.get("quantization_config"):
+    config = read_json(folder / "config.json", CONFIG_KINDS if weights else GENERATION_KINDS)
+    if weights and config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown")
         raise CheckpointError(
             f"{folder} holds weights quantised by {method!r}, which is not supported; "
@@ -49,10 +52,10 @@ def read_safetensors(folder: Path) -> Checkpoint:
     return Checkpoint(
         name=folder.resolve().name,
         config=config,
-        tensors=SafetensorsFolder(folder),
+        tensors=SafetensorsFolder(folder) if weights else {},
         tokenizer=tokenizer,
         end_token_ids=_end_token_ids(folder, config, tokenizer),
-        files=tuple(weight_files(folder)),
+        files=tuple(weight_files(folder)) if weights else (),
     )
 
 

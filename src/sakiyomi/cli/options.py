@@ -47,9 +47,9 @@ class LoadOptions:
     ] = DEFAULT_MODEL
     dtype: Annotated[str | None, _option("--dtype", help="Number format of the weights.", panel=ENGINE)] = None
     device: Annotated[str, _option("--device", help="Where to compute: cpu, cuda, ...", panel=ENGINE)] = "cpu"
-    backend: Annotated[str, _option("--backend", help="native (our CPU kernels), torch, or auto.", panel=ENGINE)] = (
-        "auto"
-    )
+    backend: Annotated[
+        str, _option("--backend", help="native (our kernels), torch, hf (transformers), or auto.", panel=ENGINE)
+    ] = "auto"
     threads: Annotated[int | None, _option("--threads", help="Threads; by default one per core.", panel=ENGINE)] = None
     max_model_len: Annotated[
         int | None, _option("--max-model-len", help="Positions of the context; by default the model's.", panel=ENGINE)

@@ -96,7 +96,6 @@ class Eagle3Drafter(Drafter):
             max_depth=min(budget, config.num_speculative_tokens) if is_ready else 0,
             max_nodes=min(budget, config.num_speculative_tokens if config.width == 1 else config.max_nodes),
             min_confidence=config.min_confidence,
-            tells_confidences=True,
         )
 
     def _begin(self, active: Seq[_Growth]) -> None:

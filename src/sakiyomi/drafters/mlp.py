@@ -140,7 +140,6 @@ class MlpDrafter(Drafter):
             max_depth=min(budget, config.num_speculative_tokens) if is_ready else 0,
             max_nodes=min(budget, config.num_speculative_tokens if config.width == 1 else config.max_nodes),
             min_confidence=config.min_confidence,
-            tells_confidences=True,
         )
 
     def _add_level(self, active: Seq[Growth], logits: npt.NDArray[np.float32]) -> None:

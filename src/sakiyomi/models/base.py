@@ -25,7 +25,7 @@ class DecoderModel:
     def __init__(self, decoder: Decoder, info: ModelInfo) -> None:
         self.decoder = decoder
         self.info = info
-        self._pass = _Turnstile()
+        self._pass = Turnstile()
         self._is_cut = False
 
     def new_cache(self) -> KVCache:
@@ -87,10 +87,10 @@ class DecoderModel:
         return config.num_layers, config.num_kv_heads, config.head_dim
 
 
-class _Turnstile:
+class Turnstile:
     """A lock that a forked child finds open: the thread that held it does not exist there."""
 
-    _all: WeakSet[_Turnstile] = WeakSet()
+    _all: WeakSet[Turnstile] = WeakSet()
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -103,7 +103,7 @@ class _Turnstile:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_Turnstile.reopen_all)
+    os.register_at_fork(after_in_child=Turnstile.reopen_all)
 
 
 def load_decoder(

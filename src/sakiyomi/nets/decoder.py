@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sakiyomi.errors import CheckpointError, ParameterError
+from sakiyomi.errors import CheckpointError, ParameterError, UnsupportedModelError
 from sakiyomi.ops.base import LayerWeights, Mask, Ops, Past, StackSpec
 from sakiyomi.types import Array, Tensor
 
@@ -76,8 +76,8 @@ class DecoderConfig:
         files carry them instead of the parameters of the llama3 rope type.
 
         Raises:
-            CheckpointError: an architecture, activation, rope scaling or bias that is not supported, a missing key, or
-                a value that cannot be.
+            UnsupportedModelError: an architecture, activation, rope scaling or bias that is not supported.
+            CheckpointError: a missing key, or a value that cannot be.
         """
         try:
             with np.errstate(all="ignore"):  # what comes out is checked
@@ -92,13 +92,15 @@ class DecoderConfig:
     def _read(cls, config: Mapping[str, Any]) -> DecoderConfig:
         model_type = config.get("model_type")
         if not isinstance(model_type, str) or model_type not in DEFAULTS:
-            raise CheckpointError(f"model_type {model_type!r} is not supported; supported are {', '.join(DEFAULTS)}.")
+            raise UnsupportedModelError(
+                f"model_type {model_type!r} is not supported; supported are {', '.join(DEFAULTS)}."
+            )
         config = DEFAULTS[model_type] | dict(config)
         activation = config.get("hidden_act", "silu")
         if activation != "silu":
-            raise CheckpointError(f"hidden_act {activation!r} is not supported; only 'silu' is.")
+            raise UnsupportedModelError(f"hidden_act {activation!r} is not supported; only 'silu' is.")
         if config.get("mlp_bias"):
-            raise CheckpointError("mlp_bias=true is not supported; only feed-forward layers without biases are.")
+            raise UnsupportedModelError("mlp_bias=true is not supported; only feed-forward layers without biases are.")
         hidden_size = _integer(config, "hidden_size")
         num_layers = _integer(config, "num_hidden_layers", highest=MAX_LAYERS)
         num_heads = _integer(config, "num_attention_heads")
@@ -450,10 +452,10 @@ def _rope_parameters(config: Mapping[str, Any], max_positions: int) -> dict[str,
     rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
     rope["rope_type"] = kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in ROPE_KINDS:
-        raise CheckpointError(f"rope type {kind!r} is not supported; supported are {', '.join(ROPE_KINDS)}.")
+        raise UnsupportedModelError(f"rope type {kind!r} is not supported; supported are {', '.join(ROPE_KINDS)}.")
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
-        raise CheckpointError(f"partial_rotary_factor={partial!r} is not supported; only 1.0 is.")
+        raise UnsupportedModelError(f"partial_rotary_factor={partial!r} is not supported; only 1.0 is.")
     default_theta = config.get("rope_theta")
     rope["rope_theta"] = _number(rope, "rope_theta", 10000.0 if default_theta is None else default_theta)
     if kind != "default":

@@ -100,7 +100,6 @@ class Growth:
         width: children of a node, and nodes that go on at each depth; 1 grows a chain.
         max_depth, max_nodes: of the draft.
         min_confidence: what is believed with less does not go on, and is dropped unless it was sampled.
-        tells_confidences: whether the candidates' confidences go into the draft.
 
     Attributes:
         frontier: the nodes whose children come next; the first is the root.
@@ -116,7 +115,6 @@ class Growth:
         max_depth: int,
         max_nodes: int,
         min_confidence: float = 0.0,
-        tells_confidences: bool = False,
     ) -> None:
         self.sequence = sequence
         self.max_depth = max_depth
@@ -127,7 +125,6 @@ class Growth:
         self._width = width
         self._max_nodes = max_nodes
         self._lowest = float(np.log(min_confidence)) if min_confidence > 0 else -np.inf
-        self._tells_confidences = tells_confidences
         self._laws: list[Law] = []
 
     def token(self, node: int) -> int:
@@ -180,11 +177,7 @@ class Growth:
             return self._sampled_draft(leading)
         drawn: Literal["fixed", "coupled"] = "fixed" if self._draw == "argmax" else "coupled"
         chosen = [n for n in self.tree.select(self._max_nodes) if self.tree.confidences[n] >= self._lowest]
-        nodes = _put_first(leading, chosen)[: self._max_nodes]
-        draft = self.tree.build(nodes, drawn)
-        if not self._tells_confidences:
-            return draft
-        return replace(draft, confidences=tuple(float(np.exp(self.tree.confidences[node])) for node in nodes))
+        return self.tree.build(_put_first(leading, chosen)[: self._max_nodes], drawn)
 
     def _sampled_draft(self, leading: Seq[int]) -> Draft:
         order = _put_first(leading, range(len(self.tree)))
