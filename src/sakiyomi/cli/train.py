@@ -113,8 +113,8 @@ def _print(trained: Trained, drafter: str) -> None:
     counts = trained.counts
     console.print(
         f"text: {counts['documents']} documents, {counts['answers']} answers of {counts['answer_tokens']} tokens; "
-        f"dropped {counts['duplicates']} prompts that were there before and {counts['empty']} without words; {counts['loops']} "
-        f"answers ran into a loop"
+        f"dropped {counts['duplicates']} prompts that were there before and {counts['empty']} without words; "
+        f"{counts['loops']} answers ran into a loop"
     )
     if trained.measured is not None:
         _print_measured(console, trained.measured)

@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from sakiyomi.checkpoints.drafter import DrafterFile, find_packaged, read_drafter
+from sakiyomi.checkpoints.drafter import find_packaged, read_drafter
 from sakiyomi.errors import CheckpointError, ParameterError
 from sakiyomi.lookup.table import NgramTable
 from sakiyomi.noise import Randomness
@@ -22,7 +22,7 @@ from sakiyomi.plugins import MAX_DRAFT_TOKENS, check_bounds
 from sakiyomi.sampling.distributions import KeyedRandomness
 from sakiyomi.sampling.growth import Growth, SubsetCandidates
 from sakiyomi.tree import Draft
-from sakiyomi.types import Drafter, DrafterContext, DrawMode, ModelInfo, Sequence
+from sakiyomi.types import Drafter, DrafterContext, DrafterFile, DrawMode, ModelInfo, Sequence
 
 KIND = "table"
 
@@ -81,7 +81,6 @@ class TableDrafter(Drafter):
             max_depth=min(budget, config.num_speculative_tokens),
             max_nodes=min(budget, config.num_speculative_tokens if config.width == 1 else config.max_nodes),
             min_confidence=config.min_confidence,
-            tells_confidences=True,
         )
         while growth.frontier:
             num_before = len(growth.tree)

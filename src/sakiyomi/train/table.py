@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from sakiyomi.checkpoints.drafter import DrafterFile, write_drafter
+from sakiyomi.checkpoints.drafter import write_drafter
 from sakiyomi.errors import ParameterError
 from sakiyomi.lookup.table import TableCounter
 from sakiyomi.plugins import make_config
 from sakiyomi.train.estimate import Report, say_nothing
 from sakiyomi.train.shards import Shards
-from sakiyomi.types import Model
+from sakiyomi.types import DrafterFile, Model
 
 DRAFTER_FILE = "drafter.safetensors"
 MAX_ORDER = 8

@@ -7,7 +7,7 @@ tree is run as its chains, and the engine cuts drafts to chains (`chains`). Whic
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -132,12 +132,15 @@ class HFModel(Model):
         with self._pass.lock:
             return self._runner.forward(spans, self.info)
 
-    def shallow(self, num_layers: int) -> HFModel:
+    def shallow(self, num_layers: int, skip: Collection[int] = ()) -> HFModel:
         """The same model cut after its first layers, with final norm and head, sharing weights; it has own caches.
 
         Raises:
-            ParameterError: a number of layers that the model does not have, or a model whose layers are not found.
+            ParameterError: a number of layers that the model does not have, layers to skip, or a model whose layers
+                are not found.
         """
+        if skip:
+            raise ParameterError(f"skip={sorted(skip)} is not possible on the backend hf; leave it out.")
         if not 1 <= num_layers <= self.info.num_layers:
             raise ParameterError(f"num_layers={num_layers}; the model has layers 1 to {self.info.num_layers}.")
         cut = _cut(self._caller.model, self._caller.config, num_layers)
