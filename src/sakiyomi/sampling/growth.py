@@ -141,11 +141,38 @@ class Growth:
             self.add(node, OutputCandidates(output, row))
         self.go_on()
 
-    def add(self, node: int, candidates: Candidates) -> None:
-        """Append the children of a node of the frontier."""
+    @property
+    def is_sampled(self) -> bool:
+        """Whether tokens are drawn with randomness of the drafter's own."""
+        return self._draw == "independent"
+
+    def lay_out(self, paths: Seq[tuple[int, ...]], rows: Seq[Candidates]) -> None:
+        """Grow a whole tree of a given shape.
+
+        Args:
+            paths: for each node the ranks among the candidates from the root on; shorter paths come first.
+            rows: the candidates of each depth, whatever the path.
+        """
+        nodes: dict[tuple[int, ...], int] = {(): ROOT}
+        for path in paths:
+            above = nodes.get(path[:-1])
+            if above is None or len(path) > self.max_depth or len(self.tree) >= self._max_nodes:
+                continue
+            tokens, confidences = rows[len(path) - 1].rank(self._history(above), path[-1] + 1)
+            if len(tokens) == path[-1] + 1:
+                nodes[path] = len(self.tree)
+                self.tree.add(above, tokens[-1:], confidences[-1:])
+        self.frontier = []
+
+    def _history(self, node: int) -> History:
         history = self.sequence.history(self.tree.path_tokens(node))
         if self._draw == "argmax" and not history.params.is_greedy:
-            history = replace(history, params=replace(history.params, temperature=0.0))
+            return replace(history, params=replace(history.params, temperature=0.0))
+        return history
+
+    def add(self, node: int, candidates: Candidates) -> None:
+        """Append the children of a node of the frontier."""
+        history = self._history(node)
         if self._draw == "independent":
             # How many are drawn is settled before any is, and none is dropped afterwards: laws stay what they are.
             count = min(self._width, self._max_nodes - len(self.tree))
