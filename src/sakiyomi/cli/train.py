@@ -113,8 +113,8 @@ def _print(trained: Trained, drafter: str) -> None:
     counts = trained.counts
     console.print(
         f"text: {counts['documents']} documents, {counts['answers']} answers of {counts['answer_tokens']} tokens; "
-        f"dropped {counts['duplicates']} prompts that were there before and {counts['empty']} without words; {counts['loops']} "
-        f"answers ran into a loop"
+        f"{counts['loops']} of them ran into a loop; dropped {counts['duplicates']} prompts that were there before and "
+        f"{counts['empty']} without words"
     )
     if trained.measured is not None:
         _print_measured(console, trained.measured)
@@ -123,8 +123,6 @@ def _print(trained: Trained, drafter: str) -> None:
 
 
 def _print_measured(console: Console, results: list[dict[str, Any]]) -> None:
-    from rich import box
-    from rich.table import Table
 
     lengths = sorted({one["length"] for one in results})
     deepest = range(1, max(lengths) + 1)
