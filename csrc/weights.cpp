@@ -71,6 +71,29 @@ SlabBytes::SlabBytes(std::size_t num_bytes) {
     num_left -= rounded;
 }
 
+void unpack_row(const PackedWeight& weight, std::int64_t n, float* out) {
+    const std::uint8_t* source = weight.bytes.get() + n / kLanes * weight.block_bytes();
+    const std::int64_t lane = n % kLanes;
+    if (!weight.is_quantized()) {
+        const float* floats = reinterpret_cast<const float*>(source);
+        for (std::int64_t k = 0; k < weight.num_inputs; ++k) out[k] = floats[k * kLanes + lane];
+        return;
+    }
+    const bool is_nibbles = weight.storage == Storage::kNibbles;
+    const std::int64_t size = value_bytes(weight.storage);
+    for (std::int64_t group = 0; group < weight.num_inputs / kGroup; ++group, source += group_bytes(weight.storage)) {
+        std::uint16_t halves[2];
+        std::memcpy(halves, source + size + lane * 2, 2);
+        std::memcpy(halves + 1, source + size + (kLanes + lane) * 2, 2);
+        const float scale = half_to_float(halves[0]), low = half_to_float(halves[1]);
+        for (int i = 0; i < kGroup; ++i) {
+            const int at = is_nibbles ? i % (kGroup / 2) : i, byte = source[(at / 4 * kLanes + lane) * 4 + at % 4];
+            const int value = !is_nibbles ? byte : i < kGroup / 2 ? byte & 15 : byte >> 4;
+            out[group * kGroup + i] = scale * static_cast<float>(value) + low;
+        }
+    }
+}
+
 namespace {
 
 struct QuantizedSource {
@@ -101,29 +124,6 @@ void pack_quantized_row(PackedWeight& weight, std::int64_t n, const QuantizedSou
 void pack_dense_row(PackedWeight& weight, std::int64_t n, const float* row) {
     float* block = reinterpret_cast<float*>(weight.bytes.get() + n / kLanes * weight.block_bytes());
     for (std::int64_t k = 0; k < weight.num_inputs; ++k) block[k * kLanes + n % kLanes] = row[k];
-}
-
-void unpack_row(const PackedWeight& weight, std::int64_t n, float* out) {
-    const std::uint8_t* source = weight.bytes.get() + n / kLanes * weight.block_bytes();
-    const std::int64_t lane = n % kLanes;
-    if (!weight.is_quantized()) {
-        const float* floats = reinterpret_cast<const float*>(source);
-        for (std::int64_t k = 0; k < weight.num_inputs; ++k) out[k] = floats[k * kLanes + lane];
-        return;
-    }
-    const bool is_nibbles = weight.storage == Storage::kNibbles;
-    const std::int64_t size = value_bytes(weight.storage);
-    for (std::int64_t group = 0; group < weight.num_inputs / kGroup; ++group, source += group_bytes(weight.storage)) {
-        std::uint16_t halves[2];
-        std::memcpy(halves, source + size + lane * 2, 2);
-        std::memcpy(halves + 1, source + size + (kLanes + lane) * 2, 2);
-        const float scale = half_to_float(halves[0]), low = half_to_float(halves[1]);
-        for (int i = 0; i < kGroup; ++i) {
-            const int at = is_nibbles ? i % (kGroup / 2) : i, byte = source[(at / 4 * kLanes + lane) * 4 + at % 4];
-            const int value = !is_nibbles ? byte : i < kGroup / 2 ? byte & 15 : byte >> 4;
-            out[group * kGroup + i] = scale * static_cast<float>(value) + low;
-        }
-    }
 }
 
 bool fits_nibbles(const std::uint8_t* values, std::int64_t count) {

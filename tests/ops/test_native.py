@@ -406,3 +406,29 @@ class TestStorage:
         values = w.values % 16
         values[19, 63] = 16
         assert NativeOps(threads=1).weight(Quantized(values, w.scales, w.mins)).value_bits == 8
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_selected_rows_are_the_rows(ops: NativeOps, rng: np.random.Generator, bits: int) -> None:
+    matrix = quantize(normal(rng, 50, 96), bits)
+    weight = ops.weight(matrix)
+    ids = np.array([0, 49, 17, 17, 31, 2, 48] * 3, np.int32)
+    chosen = ops.select_rows(weight, ids)
+    x = normal(rng, 3, 96)
+    assert chosen.shape == (21, 96)
+    assert chosen.value_bits == weight.value_bits == (32 if ops.dtype == "float32" else bits)
+    assert np.array_equal(ops.linear(x, chosen), ops.linear(x, weight)[:, ids])
+    assert np.array_equal(ops.embed(chosen, np.arange(21)), ops.embed(weight, ids))
+    for wrong in (-1, 50):
+        with pytest.raises(IndexError, match=f"row {wrong} is out of range"):
+            ops.select_rows(weight, np.array([wrong], np.int32))
+
+
+def test_four_bits_are_as_near_as_four_bits_can_be(rng: np.random.Generator) -> None:
+    matrix = normal(rng, 20, 64)
+    for bits, steps in ((8, 255), (4, 15)):
+        rounded = quantize(matrix, bits)
+        assert rounded.values.max() == steps
+        spans = np.ptp(matrix.reshape(20, 2, 32), axis=2)
+        error = np.abs(rounded.dequantize() - matrix).reshape(20, 2, 32).max(axis=2)
+        assert (error < spans / steps * 0.52 + 2e-3).all()

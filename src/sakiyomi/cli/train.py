@@ -90,10 +90,11 @@ def _progress() -> Iterator[Report]:
         last = [""]
 
         def report(what: str, done: int, total: int) -> None:
-            if what != last[0]:
-                bars.reset(task, description=what, total=total or None)
-                last[0] = what
-            bars.update(task, completed=done, total=total or None)
+            kind = what.partition(":")[0]  # figures behind a colon change while the work goes on
+            if kind != last[0]:
+                bars.reset(task, total=total or None)
+                last[0] = kind
+            bars.update(task, description=what, completed=done, total=total or None)
 
         yield report
 

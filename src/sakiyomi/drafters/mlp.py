@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from sakiyomi.checkpoints.drafter import DrafterFile, find_packaged, read_drafter
 from sakiyomi.errors import CheckpointError, ParameterError
 from sakiyomi.nets.binding import find_mismatch
-from sakiyomi.nets.mlp import MlpConfig, MlpSpeculator
+from sakiyomi.nets.mlp import HEAD, MlpConfig, MlpSpeculator
 from sakiyomi.noise import Randomness
 from sakiyomi.plugins import MAX_DRAFT_TOKENS, check_bounds
 from sakiyomi.sampling.distributions import KeyedRandomness
@@ -75,8 +76,11 @@ class MlpDrafter(Drafter):
         self.ids = np.arange(self.vocab_size) if stored.vocabulary is None else stored.vocabulary.astype(np.int64)
         self.sharpness = float(stored.config.get("sharpness", 1.0))
         self.ops = lent.ops
-        self.net = MlpSpeculator.load(lent.ops, read_config(stored), stored.tensors, lent.embedding)
-        self.head = lent.head if stored.vocabulary is None else lent.ops.select_rows(lent.head, stored.vocabulary)
+        self.net = MlpSpeculator.load(lent.ops, read_config(stored), stored.tensors, lent.embedding, self.vocab_size)
+        if HEAD in stored.tensors:
+            self.head = lent.ops.weight(stored.tensors[HEAD])
+        else:
+            self.head = lent.head if stored.vocabulary is None else lent.ops.select_rows(lent.head, stored.vocabulary)
 
     def _find_file(self, context: DrafterContext, lent: Lent) -> DrafterFile:
         """The drafter file of the options, or the packaged one, made for this target."""
@@ -105,14 +109,14 @@ class MlpDrafter(Drafter):
         active = [growth for growth in growths if growth.frontier]
         if active:
             taps = self._stack([growth.sequence.memo.taps for growth in active])
-            states = self.net.start(taps, self._tokens(active))
+            states, logits = self.net.start_logits(taps, self._tokens(active), self.head)
         while active:
-            self._add_level(active, states)
+            self._add_level(active, self.ops.to_numpy(logits))
             rows = self._rows_that_go_on(active)
             active = [growth for growth in active if growth.frontier]
             if active:
                 states = states if rows == list(range(len(states))) else states[rows]
-                states = self.net.advance(states, self._tokens(active))
+                states, logits = self.net.advance_logits(states, self._tokens(active), self.head)
         return [growth.draft() if len(growth.tree) else Draft.empty() for growth in growths]
 
     def observe(self, sequence: Sequence, start: int, tokens: Seq[int], taps: Array | None) -> None:
@@ -139,9 +143,8 @@ class MlpDrafter(Drafter):
             tells_confidences=True,
         )
 
-    def _add_level(self, active: Seq[Growth], states: Array) -> None:
-        """Append the children of all frontiers, whose states are the rows."""
-        logits = self.ops.to_numpy(self.net.logits(states, self.head))
+    def _add_level(self, active: Seq[Growth], logits: npt.NDArray[np.float32]) -> None:
+        """Append the children of all frontiers, one row of logits for each node."""
         row = 0
         for growth in active:
             for node in growth.frontier:
@@ -158,7 +161,7 @@ class MlpDrafter(Drafter):
             rows += [row_of[growth.tree.parents[node]] for node in growth.frontier]
         return rows
 
-    def _tokens(self, active: Seq[Growth]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    def _tokens(self, active: Seq[Growth]) -> npt.NDArray[np.int32]:
         return np.array([growth.token(node) for growth in active for node in growth.frontier], np.int32)
 
     def _stack(self, rows: Seq[Array]) -> Array:
@@ -184,7 +187,7 @@ def read_config(stored: DrafterFile) -> MlpConfig:
         CheckpointError: a number is missing or is none.
     """
     try:
-        numbers = {name: int(stored.config[name]) for name in ("hidden_size", "inner_size")}
+        numbers = {name: int(stored.config[name]) for name in ("hidden_size", "inner_size", "num_tokens")}
         return MlpConfig(**numbers, num_taps=len(stored.taps), eps=float(stored.config["eps"]))
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"the drafter's configuration {dict(stored.config)} is not that of an mlp.") from error

@@ -6,14 +6,15 @@ cache: a relative of the speculators of Wertheimer et al. (2024), with the froze
 
     start:    x = [norm(tap) of each tap, norm(embed(token))]
     advance:  x = [norm(state), norm(embed(token))]
-    both:     fused = W x + b,  state = fused + down(silu_mul(gate_up(norm(fused)))),  logits = head(norm(state))
+    both:     fused = W x + b + own(token),  state = fused + down(silu_mul(gate_up(norm(fused))))
+              logits = head(norm(state))
 
 Letters: R rows, H hidden width, T taps, I inner width, K ids of the draft vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,14 +22,14 @@ import numpy as np
 import numpy.typing as npt
 
 from sakiyomi.errors import CheckpointError
-from sakiyomi.ops.base import Ops
+from sakiyomi.ops.base import Hide, MlpWeights, Ops
 from sakiyomi.types import Array, Tensor
 
-Dropout = Callable[[str, Array], Array]
-"""From the name of a matrix and its inputs to the inputs with some of them hidden."""
-
-MATRICES = ("start.weight", "advance.weight", "gate_up.weight", "down.weight")
-VECTORS = ("start.bias", "advance.bias", "inner_norm.weight", "norm.weight")
+Ids = npt.NDArray[np.int32]
+MATRICES = ("start.weight", "advance.weight", "gate_up.weight", "down.weight", "start.tokens", "advance.tokens")
+TOKEN_IDS = "tokens.ids"
+HEAD = "head.weight"
+"""Rows of a head of its own, [K, H], where a drafter file has one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,18 +38,21 @@ class MlpConfig:
 
     Attributes:
         num_taps: T, hidden states of the target that it reads.
+        num_tokens: M, ids that have a vector of their own in each matrix's sum; 0 for none.
         eps: of its norms.
     """
 
     hidden_size: int
     inner_size: int
     num_taps: int
+    num_tokens: int = 0
     eps: float
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The tensors by name. Matrices are [outputs, inputs]; gate and up are stacked."""
         hidden, inner = self.hidden_size, self.inner_size
-        return {
+        tokens = {f"{name}.tokens": (self.num_tokens, hidden) for name in ("start", "advance") if self.num_tokens}
+        return tokens | {
             "start.weight": (hidden, (self.num_taps + 1) * hidden),
             "start.bias": (hidden,),
             "advance.weight": (hidden, 2 * hidden),
@@ -60,13 +64,21 @@ class MlpConfig:
         }
 
 
+def find_token_rows(token_ids: npt.NDArray[Any], vocab_size: int) -> Ids:
+    """For each id the row of its own vector, int32 [V]; the row behind the last for those without one."""
+    rows = np.full(vocab_size, len(token_ids), np.int32)
+    rows[token_ids] = np.arange(len(token_ids))
+    return rows
+
+
 class MlpSpeculator:
     """The net with weights in the form that `ops` wants.
 
     Args:
         weights: the tensors of `MlpConfig.shapes`, matrices made by `Ops.weight` and vectors by `Ops.array`.
         embedding: the target's, [V, H].
-        dropout: put on the inputs of the large matrices while the net is trained.
+        token_rows: `find_token_rows` of the ids that have vectors of their own; those have M + 1 rows here, the last 0.
+        hide: put on the inputs of the large matrices ("start", "advance", "down") while the net is trained.
     """
 
     def __init__(
@@ -75,18 +87,35 @@ class MlpSpeculator:
         config: MlpConfig,
         weights: Mapping[str, Any],
         embedding: Any,
-        dropout: Dropout = lambda name, x: x,
+        token_rows: Ids | None = None,
+        hide: Hide | None = None,
     ) -> None:
         self.ops = ops
         self.config = config
-        self.weights = weights
         self.embedding = embedding
-        self._dropout = dropout
-        self._ones = ops.array(np.ones(config.hidden_size, np.float32))
+        self._hide = hide
+        ones = ops.array(np.ones(config.hidden_size, np.float32))
+        self._weights = {
+            name: MlpWeights(
+                tokens=weights.get(f"{name}.tokens"),
+                token_rows=token_rows if config.num_tokens else None,
+                fuse=weights[f"{name}.weight"],
+                bias=weights[f"{name}.bias"],
+                inner_norm=weights["inner_norm.weight"],
+                gate_up=weights["gate_up.weight"],
+                down=weights["down.weight"],
+                norm=weights["norm.weight"],
+                ones=ones,
+                eps=config.eps,
+            )
+            for name in ("start", "advance")
+        }
 
     @classmethod
-    def load(cls, ops: Ops, config: MlpConfig, tensors: Mapping[str, Tensor], embedding: Any) -> MlpSpeculator:
-        """The net of tensors as they are stored.
+    def load(
+        cls, ops: Ops, config: MlpConfig, tensors: Mapping[str, Tensor], embedding: Any, vocab_size: int
+    ) -> MlpSpeculator:
+        """The net of tensors as they are stored; `tokens.ids` names the ids of vectors of their own.
 
         Raises:
             CheckpointError: a tensor that is missing or has another shape.
@@ -97,34 +126,38 @@ class MlpSpeculator:
             if tensor is None or tuple(tensor.shape) != shape:
                 found = "missing" if tensor is None else f"of shape {list(tensor.shape)}"
                 raise CheckpointError(f"the drafter's tensor {name} is {found}; it must be {list(shape)}.")
-            weights[name] = ops.weight(tensor) if name in MATRICES else ops.array(np.asarray(tensor, np.float32))
-        return cls(ops, config, weights, embedding)
+            if name.endswith(".tokens"):
+                weights[name] = ops.weight([tensor, np.zeros((1, config.hidden_size), np.float32)])
+            else:
+                weights[name] = ops.weight(tensor) if name in MATRICES else ops.array(np.asarray(tensor, np.float32))
+        rows = find_token_rows(np.asarray(tensors[TOKEN_IDS]), vocab_size) if config.num_tokens else None
+        return cls(ops, config, weights, embedding, rows)
 
-    def start(self, taps: Array, token_ids: npt.NDArray[np.int32]) -> Array:
+    def start(self, taps: Array, token_ids: Ids) -> Array:
         """The states [R, H] that predict what follows `token_ids` [R].
 
         Args:
             taps: the target's hidden states [R, T * H] at the positions in front of the tokens.
         """
-        return self._fuse("start", [taps, self.ops.embed(self.embedding, token_ids)])
+        return self._state("start", taps, token_ids)
 
-    def advance(self, states: Array, token_ids: npt.NDArray[np.int32]) -> Array:
+    def advance(self, states: Array, token_ids: Ids) -> Array:
         """The states one token further, given the states that were to predict `token_ids` [R]."""
-        return self._fuse("advance", [states, self.ops.embed(self.embedding, token_ids)])
+        return self._state("advance", states, token_ids)
 
     def features(self, states: Array) -> Array:
         """What the head reads [R, H]."""
-        return self.ops.rms_norm(states, self.weights["norm.weight"], self.config.eps)
+        return self.ops.rms_norm(states, self._weights["start"].norm, self.config.eps)
 
-    def logits(self, states: Array, head: Any) -> Array:
-        """Logits [R, K] over the rows of a head [K, H]."""
-        return self.ops.linear(self.features(states), head)
+    def start_logits(self, taps: Array, token_ids: Ids, head: Any) -> tuple[Array, Array]:
+        """`start`, and the logits [R, K] over a head [K, H]."""
+        return self.ops.mlp_step(taps, token_ids, self.embedding, self._weights["start"], head)
 
-    def _fuse(self, name: str, parts: list[Array]) -> Array:
-        ops, weights, config = self.ops, self.weights, self.config
-        x = ops.concat(parts)
-        num_rows, width = x.shape
-        normed = ops.rms_norm(x.reshape(-1, config.hidden_size), self._ones, config.eps).reshape(num_rows, width)
-        fused = ops.linear(self._dropout(name, normed), weights[f"{name}.weight"], weights[f"{name}.bias"])
-        inner = ops.linear(ops.rms_norm(fused, weights["inner_norm.weight"], config.eps), weights["gate_up.weight"])
-        return ops.add(fused, ops.linear(self._dropout("down", ops.silu_mul(inner)), weights["down.weight"]))
+    def advance_logits(self, states: Array, token_ids: Ids, head: Any) -> tuple[Array, Array]:
+        """`advance`, and the logits [R, K] over a head [K, H]."""
+        return self.ops.mlp_step(states, token_ids, self.embedding, self._weights["advance"], head)
+
+    def _state(self, name: str, left: Array, token_ids: Ids) -> Array:
+        hide = self._hide
+        named = None if hide is None else (lambda matrix, x: hide(name if matrix == "fuse" else matrix, x))
+        return self.ops.mlp_state(left, token_ids, self.embedding, self._weights[name], named)

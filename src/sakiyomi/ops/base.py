@@ -140,6 +140,31 @@ class LayerWeights:
     down: Weight
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpWeights:
+    """Weights of one step of a recurrent MLP speculator (nets/mlp.py); gate_up stacks gate and up: [2I, H].
+
+    Attributes:
+        tokens: what the step adds for a token of its own, [M, H], or None; its last row is 0.
+        token_rows: int32 [V], for each id the row of `tokens`; M - 1 for those without one.
+    """
+
+    tokens: Weight | None = None
+    token_rows: npt.NDArray[np.int32] | None = None
+    fuse: Weight
+    bias: Array
+    inner_norm: Array
+    gate_up: Weight
+    down: Weight
+    norm: Array
+    ones: Array
+    eps: float
+
+
+Hide = Callable[[str, Array], Array]
+"""From the name of a matrix and its inputs to the inputs with some of them hidden (training's dropout)."""
+
+
 class Ops(ABC):
     """The operations. Arrays are the implementation's own; integer arguments are numpy int32 arrays."""
 
@@ -234,6 +259,30 @@ class Ops(ABC):
     @abstractmethod
     def argmax(self, x: Array) -> npt.NDArray[np.int64]:
         """The lowest index of the largest value of each row: [R, N] -> [R]."""
+
+    # ---- a step of an MLP speculator, composed
+
+    def mlp_state(
+        self, left: Array, token_ids: npt.NDArray[np.int32], embedding: Weight, weights: MlpWeights, hide: Hide | None
+    ) -> Array:
+        """The states [R, H] behind `token_ids` [R], from the states [R, n * H] in front of them."""
+        hide = hide or (lambda name, x: x)
+        x = self.concat([left, self.embed(embedding, token_ids)])
+        num_rows, width = x.shape
+        hidden = len(weights.ones)
+        normed = self.rms_norm(x.reshape(-1, hidden), weights.ones, weights.eps).reshape(num_rows, width)
+        fused = self.linear(hide("fuse", normed), weights.fuse, weights.bias)
+        if weights.token_rows is not None:
+            fused = self.add(self.embed(weights.tokens, weights.token_rows[token_ids]), fused)
+        inner = self.silu_mul(self.linear(self.rms_norm(fused, weights.inner_norm, weights.eps), weights.gate_up))
+        return self.add(fused, self.linear(hide("down", inner), weights.down))
+
+    def mlp_step(
+        self, left: Array, token_ids: npt.NDArray[np.int32], embedding: Weight, weights: MlpWeights, head: Weight
+    ) -> tuple[Array, Array]:
+        """`mlp_state`, and the logits [R, K] over a head [K, H]."""
+        states = self.mlp_state(left, token_ids, embedding, weights, None)
+        return states, self.linear(self.rms_norm(states, weights.norm, weights.eps), head)
 
     # ---- a decoder stack, composed
 

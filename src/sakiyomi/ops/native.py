@@ -17,7 +17,19 @@ import numpy as np
 import numpy.typing as npt
 
 from sakiyomi.errors import MissingExtraError, ParameterError, advise_extra
-from sakiyomi.ops.base import Blocks, Causal, Dense, LayerWeights, Mask, Matrix, Ops, Past, StackSpec, Tree
+from sakiyomi.ops.base import (
+    Blocks,
+    Causal,
+    Dense,
+    LayerWeights,
+    Mask,
+    Matrix,
+    MlpWeights,
+    Ops,
+    Past,
+    StackSpec,
+    Tree,
+)
 from sakiyomi.types import GROUP_SIZE, Quantized
 
 _native: Any
@@ -109,6 +121,7 @@ class NativeOps(Ops):
         self._store = store
         self._bytes_only = os.environ.get("SAKIYOMI_STORAGE") == "8bit"
         self._rope_tables: dict[tuple[bytes, float], Floats] = {}
+        self._mlp_steps: dict[tuple[int, int, int], tuple[MlpWeights, Any]] = {}
         self._stacks: dict[tuple[int, int, int], tuple[tuple[LayerWeights, ...], StackSpec, Any]] = {}
 
     # ---- arrays and weights
@@ -223,6 +236,28 @@ class NativeOps(Ops):
         _native.argmax(_floats(x), out, self.threads)
         return out
 
+    # ---- a step of an MLP speculator, fused
+
+    def mlp_step(
+        self, left: Floats, token_ids: npt.NDArray[np.int32], embedding: Any, weights: MlpWeights, head: Any
+    ) -> tuple[Floats, Floats]:
+        if weights.down.shape[1] % GROUP_SIZE:
+            return super().mlp_step(left, token_ids, embedding, weights, head)
+        key = (id(weights), id(head), id(embedding))
+        entry = self._mlp_steps.get(key)
+        if entry is None or entry[0] is not weights:
+            fields = (weights.fuse, weights.bias, weights.inner_norm, weights.gate_up, weights.down, weights.norm)
+            tokens, rows = weights.tokens, weights.token_rows
+            entry = (weights, _native.MlpStep((*fields, weights.ones), embedding, head, tokens, rows, weights.eps))
+            if len(self._mlp_steps) >= _MAX_STACKS:
+                self._mlp_steps.clear()
+            self._mlp_steps[key] = entry
+        num_rows = len(token_ids)
+        states = np.empty((num_rows, weights.down.shape[0]), np.float32)
+        logits = np.empty((num_rows, head.shape[0]), np.float32)
+        entry[1].run(_floats(left), _ints(token_ids), states, logits, self.threads)
+        return states, logits
+
     # ---- a decoder stack, fused
 
     def decoder_stack(
@@ -297,22 +332,26 @@ def count_cpus() -> int:
     return max(1, min(count, MAX_THREADS))
 
 
-def quantize(matrix: Matrix) -> Quantized:
+def quantize(matrix: Matrix, bits: int = 8) -> Quantized:
     """An [N, K] matrix in unsigned 8-bit values, scale and min per group of 32; quantized ones stay as they are.
 
     Min is rounded down and scale up, so that every value of the group lies inside the range.
+
+    Args:
+        bits: 8, or 4 for values up to 15, which `Ops.weight` holds in half the room.
     """
     if isinstance(matrix, Quantized):
         return matrix
+    highest_value = 2**bits - 1
     groups = _floats(matrix).reshape(matrix.shape[0], -1, GROUP_SIZE)
     lowest, highest = groups.min(axis=2), groups.max(axis=2)
     mins = _round_half(lowest, -np.inf)
     low = mins.astype(np.float32)
-    scales = _round_half((highest - low) / np.float32(255.0), np.inf)
+    scales = _round_half((highest - low) / np.float32(highest_value), np.inf)
     steps = scales.astype(np.float32)
     inverse = np.divide(np.float32(1.0), steps, out=np.zeros_like(steps), where=steps > 0)
     values = np.rint((groups - low[:, :, None]) * inverse[:, :, None])
-    return Quantized(np.clip(values, 0, 255).astype(np.uint8).reshape(matrix.shape), scales, mins)
+    return Quantized(np.clip(values, 0, highest_value).astype(np.uint8).reshape(matrix.shape), scales, mins)
 
 
 def _round_half(values: Floats, towards: float) -> npt.NDArray[np.float16]:

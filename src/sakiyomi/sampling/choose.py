@@ -93,22 +93,24 @@ def rank(logits: Float32s, history: History, count: int, subset: Ids | None = No
         noise, or the logits at temperature 0), as the confidence that the target takes this very token.
     """
     row = process_logits(logits, history)
+    if history.params.is_greedy:
+        best, log_total, order = _summarize(row, min(count, row.size))
+        if not best > -np.inf:
+            raise _nan_error(history) if np.isnan(best) else _nothing_left_error(history)
+        confidences = _shift(row[order], best) - log_total
+        return (order if subset is None else subset[order].tolist()), confidences.tolist()
     best = row.max()
     if not best > -np.inf:
         raise _nan_error(history) if np.isnan(best) else _nothing_left_error(history)
-    if history.params.is_greedy:
-        ids = np.flatnonzero(row > -np.inf)
-        keys = _shift(row[ids], best)
-    else:
-        scores = filter_scores(row, history.params)
-        ids = np.flatnonzero(scores > -np.inf)
-        named = ids if subset is None else subset[ids]
-        noise = (gumbel if _native is None else _native.gumbel)(history.seed, history.position, named)
-        keys = scores[ids] + noise
-    order = _largest(keys, min(count, len(keys)))
-    shifted = keys - keys[order[0]]
-    log_total = exact_log(exact_exp(shifted).sum())
-    return (ids if subset is None else subset[ids])[order].tolist(), (shifted[order] - log_total).tolist()
+    scores = filter_scores(row, history.params)
+    columns = np.flatnonzero(scores > -np.inf)
+    ids = columns if subset is None else subset[columns]
+    noise = (gumbel if _native is None else _native.gumbel)(history.seed, history.position, ids)
+    keys = scores[columns] + noise
+    chosen = _largest(keys, min(count, keys.size))
+    shifted = (keys - keys[chosen[0]]).astype(np.float32)
+    _, log_total, _ = _summarize(shifted, 1)
+    return ids[chosen].tolist(), (shifted[chosen] - log_total).tolist()
 
 
 def weigh(logits: Float32s, history: History) -> tuple[Ids, Float64s]:
@@ -182,12 +184,20 @@ def log_probs(logits: Float32s, token: int, top: int) -> TokenLogprobs:
     if not 0 <= token < row.size:
         raise ParameterError(f"token {token} is not in the vocabulary; ids are 0 to {row.size - 1}.")
     top = min(top, row.size)
-    best, log_total, ids = summarize_reference(row, top) if _native is None else _native.summarize(row, top)
+    best, log_total, ids = _summarize(row, top)
     if not best > -np.inf:
         raise SakiyomiError(f"no log-probabilities: the largest logit is {best}; the model's output is damaged.")
     values = (_shift(row[[*ids, token]], best) - log_total).tolist()
     rank = int(np.count_nonzero(row >= row[token]))
     return TokenLogprobs(values[-1], rank, list(zip(ids, values[:-1], strict=True)))
+
+
+def _summarize(row: Float32s, top: int) -> tuple[float, float, list[int]]:
+    """`summarize_reference`, in C++ where it is built."""
+    if _native is None:
+        return summarize_reference(row, top)
+    best, log_total, ids = _native.summarize(row, top)
+    return best, log_total, list(ids)
 
 
 def summarize_reference(row: Float32s, top: int) -> tuple[float, float, list[int]]:

@@ -15,7 +15,6 @@ from sakiyomi.ops.torch import TorchOps
 from sakiyomi.train.batches import Batch, Ints
 from sakiyomi.train.losses import Teacher
 from sakiyomi.types import Lent, ModelInfo
-from sakiyomi.types import Tensor as Stored
 
 Dropout = Callable[[Tensor], Tensor]
 
@@ -69,7 +68,7 @@ class Trainee(Protocol):
         """
         ...
 
-    def export(self) -> tuple[Mapping[str, Any], dict[str, Stored]]:
+    def export(self) -> tuple[Mapping[str, Any], dict[str, npt.NDArray[np.float32]]]:
         """Configuration and tensors of the drafter file."""
         ...
 
@@ -93,10 +92,12 @@ class CandidateSet:
     ) -> CandidateSet:
         """The labels of a batch, the most frequent ids, and others drawn by chance."""
         chosen = np.union1d(labels, frequent)
-        rest = np.setdiff1d(rng.choice(vocab_size, min(vocab_size, num_random + len(chosen)), replace=False), chosen)
-        rest = rest[: min(num_random, vocab_size - len(chosen))]
+        is_left = np.ones(vocab_size, np.bool_)
+        is_left[chosen] = False
+        left = np.flatnonzero(is_left)
+        rest = rng.choice(left, min(num_random, len(left)), replace=False)
+        share = len(left) / max(len(rest), 1)
         ids = np.concatenate([chosen, rest])
-        share = (vocab_size - len(chosen)) / max(len(rest), 1)
         weights = np.concatenate([np.ones(len(chosen)), np.full(len(rest), share)]).astype(np.float32)
         order = np.argsort(ids)
         return cls(torch.from_numpy(ids[order]), torch.from_numpy(weights[order]))

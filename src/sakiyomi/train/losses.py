@@ -1,15 +1,16 @@
 """Losses between a drafter's law q and the target's law p, each as a plain reference and in a fast form.
 
-    ce   -log q[argmax p]                          greedy decoding
-    kl   sum of p log(p / q)                       covers p; p is renormalised over the draft vocabulary
-    tv   1 - alpha, alpha = sum of min(p, q)       the probability that exact speculative sampling rejects
-    lk   lambda kl + (1 - lambda) tv               lambda = exp(-eta alpha), alpha without gradient (Samarin et al., 2026)
+    ce   -log q[argmax p]                      greedy decoding
+    kl   sum of p log(p / q)                   covers p; p is renormalised over the draft vocabulary
+    tv   1 - alpha, alpha = sum of min(p, q)   the probability that exact speculative sampling rejects
+    lk   lambda kl + (1 - lambda) tv           lambda = exp(-eta alpha) without gradient (Samarin et al., 2026)
 
-A draft vocabulary is a subset of the ids: q lives on it alone. `tv` and `lk` compare with p as it is, *not* renormalised
-over the subset, since what lies outside is mass that no draft can earn; `ce` leaves rows out whose argmax lies outside.
+A draft vocabulary is a subset of the ids: q lives on it alone. `tv` and `lk` compare with p as it is, *not*
+renormalised over the subset, since what lies outside is mass that no draft can earn; `ce` leaves rows out whose argmax
+lies outside.
 
-The reference takes logits and lets autograd work. The fast form (`head_loss`) takes what the head reads, multiplies with
-the rows of a frozen head, and returns the gradient by formula, so that logits are never kept.
+The reference takes logits and lets autograd work. The fast form (`head_loss`) takes what the head reads, multiplies
+with the rows of a frozen head, and returns the gradient by formula, so that logits are never kept.
 
 Letters: R rows, K ids of the draft vocabulary, H hidden width.
 """
@@ -35,10 +36,14 @@ class Teacher:
 
     Attributes:
         probs: p [R, K], not renormalised: what the vocabulary leaves out is missing from the sum.
+        inside: the same [R, K], renormalised over the vocabulary.
+        negentropy: [R], the sum of inside * log(inside).
         labels: int64 [R], the column of the target's argmax over all its ids, or -1 where it lies outside.
     """
 
     probs: Tensor
+    inside: Tensor
+    negentropy: Tensor
     labels: Tensor
 
     @classmethod
@@ -48,8 +53,16 @@ class Teacher:
         Args:
             log_total: [R], the logarithm of the sum of exp(logit) over *all* ids; None where the vocabulary is all.
         """
-        total = torch.logsumexp(logits, -1) if log_total is None else log_total
-        return cls(torch.exp(logits - total[:, None]), labels)
+        log_inside = torch.log_softmax(logits, -1)
+        inside = log_inside.exp()
+        probs = inside if log_total is None else torch.exp(logits - log_total[:, None])
+        return cls(probs, inside, torch.linalg.vecdot(inside, log_inside), labels)
+
+    def rows(self, index: Any) -> Teacher:
+        """Some of the rows."""
+        inside = self.inside[index]
+        probs = inside if self.probs is self.inside else self.probs[index]
+        return Teacher(probs, inside, self.negentropy[index], self.labels[index])
 
 
 # ---------------------------------------------------------------------------------------------- references
@@ -64,8 +77,7 @@ def ce(logits: Tensor, teacher: Teacher) -> Tensor:
 
 def kl(logits: Tensor, teacher: Teacher) -> Tensor:
     """Divergence from the target's law, renormalised over the vocabulary: logits [R, K] -> [R]."""
-    p = _renormalize(teacher.probs)
-    return (torch.special.xlogy(p, p) - p * torch.log_softmax(logits, -1)).sum(-1)
+    return teacher.negentropy - (teacher.inside * torch.log_softmax(logits, -1)).sum(-1)
 
 
 def tv(logits: Tensor, teacher: Teacher) -> Tensor:
@@ -106,7 +118,7 @@ def mixed(mix: Mapping[str, float], logits: Tensor, teacher: Teacher) -> Tensor:
 
 def head_loss(features: Tensor, head: Tensor, teacher: Teacher, mix: Mapping[str, float], weights: Tensor) -> Tensor:
     """The sum over rows of weight * mixed loss, for features [R, H] and a frozen head [K, H]."""
-    loss: Tensor = _HeadLoss.apply(features, head, teacher, mix, weights)
+    loss: Tensor = _HeadLoss.apply(features, head, teacher, mix, weights)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -116,9 +128,9 @@ class _HeadLoss(torch.autograd.Function):
         ctx: Any, features: Tensor, head: Tensor, teacher: Teacher, mix: Mapping[str, float], weights: Tensor
     ) -> Tensor:
         with torch.no_grad():
-            losses, slopes = _value_and_slope(features @ head.T, teacher, mix)
-            ctx.save_for_backward((slopes.mul_(weights[:, None])) @ head)
-            return (losses * weights).sum()
+            losses, slopes = _value_and_slope(features @ head.T, teacher, mix, weights)
+            ctx.save_for_backward(slopes @ head)
+            return losses.sum()
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
@@ -126,34 +138,27 @@ class _HeadLoss(torch.autograd.Function):
         return upstream[0] * gradient, None, None, None, None
 
 
-def _value_and_slope(logits: Tensor, teacher: Teacher, mix: Mapping[str, float]) -> tuple[Tensor, Tensor]:
-    """Mixed losses [R] and their derivatives [R, K] by the logits."""
-    log_q = torch.log_softmax(logits, -1)
-    q = log_q.exp()
-    losses, slopes = torch.zeros_like(log_q[:, 0]), torch.zeros_like(q)
-    weight_kl = torch.full_like(losses, mix.get("kl", 0.0))
-    weight_tv = torch.full_like(losses, mix.get("tv", 0.0))
+def _value_and_slope(
+    logits: Tensor, teacher: Teacher, mix: Mapping[str, float], weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Weighted mixed losses [R] and their slopes [R, K] by the logits, in few passes over [R, K]: they are the cost."""
+    log_total = torch.logsumexp(logits, -1)
+    q = torch.exp(logits - log_total[:, None])
+    losses = torch.zeros_like(log_total)
+    weight_kl, weight_tv = weights * mix.get("kl", 0.0), weights * mix.get("tv", 0.0)
+    tv_slopes = None
     if mix.get("tv", 0.0) or mix.get("lk", 0.0):
         alpha = torch.minimum(teacher.probs, q).sum(-1)
         share = torch.exp(-ETA * alpha.clamp(LOWEST_ALPHA, 1))
-        weight_kl = weight_kl + mix.get("lk", 0.0) * share
-        weight_tv = weight_tv + mix.get("lk", 0.0) * (1 - share)
-        earns = q * (q < teacher.probs)
+        weight_kl = weight_kl + weights * mix.get("lk", 0.0) * share
+        weight_tv = weight_tv + weights * mix.get("lk", 0.0) * (1 - share)
         losses += weight_tv * (1 - alpha)
-        slopes -= weight_tv[:, None] * (earns - q * earns.sum(-1, keepdim=True))
-    if mix.get("kl", 0.0) or mix.get("lk", 0.0):
-        p = _renormalize(teacher.probs)
-        losses += weight_kl * (torch.special.xlogy(p, p) - p * log_q).sum(-1)
-        slopes += weight_kl[:, None] * (q - p)
-    if mix.get("ce", 0.0):
-        is_inside = (teacher.labels >= 0).to(q.dtype) * mix["ce"]
-        columns = teacher.labels.clamp(min=0)[:, None]
-        losses -= is_inside * log_q.gather(1, columns)[:, 0]
-        slopes += is_inside[:, None] * q
-        slopes.scatter_add_(1, columns, -is_inside[:, None])
-    return losses, slopes
-
-
-def _renormalize(probs: Tensor) -> Tensor:
-    total: Tensor = probs.sum(-1, keepdim=True)
-    return probs / total.clamp(min=torch.finfo(probs.dtype).tiny)
+        earns = q * (q < teacher.probs)
+        tv_slopes = (q * earns.sum(-1, keepdim=True) - earns).mul_(weight_tv[:, None])
+    weight_ce = weights * (teacher.labels >= 0) * mix.get("ce", 0.0)
+    columns = teacher.labels.clamp(min=0)[:, None]
+    losses += weight_kl * (teacher.negentropy + log_total - torch.linalg.vecdot(teacher.inside, logits))
+    losses += weight_ce * (log_total - logits.gather(1, columns)[:, 0])
+    slopes = q.mul_((weight_kl + weight_ce)[:, None]).addcmul_(teacher.inside, weight_kl[:, None], value=-1)
+    slopes.scatter_add_(1, columns, -weight_ce[:, None])
+    return losses, slopes if tv_slopes is None else slopes.add_(tv_slopes)

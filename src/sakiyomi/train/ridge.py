@@ -70,8 +70,8 @@ class RidgeSums:
         cross = (self._xy / self.num_rows - torch.outer(mean, target)) / std[:, None]
         correlation += ridge * torch.eye(len(std), dtype=torch.float64)
         weight = torch.linalg.solve(correlation, cross).T
-        return Solution(
-            Moments(mean.float().numpy(), std.float().numpy()),
-            weight.float().contiguous().numpy(),
-            target.float().numpy(),
-        )
+        return Solution(Moments(_floats(mean), _floats(std)), _floats(weight), _floats(target))
+
+
+def _floats(values: Tensor) -> npt.NDArray[np.float32]:
+    return np.ascontiguousarray(values.numpy(), np.float32)
