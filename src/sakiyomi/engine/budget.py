@@ -36,6 +36,9 @@ MAX_DRAFT_NODES = 64
 MAX_ASKED = 16
 """Nodes that a source with a price is asked for at most."""
 
+FIRST_ASKED = 4
+"""Nodes that a source is asked for while its price is unknown."""
+
 FREE_SHARE = 0.02
 """A source below this share of a plain step is always asked."""
 
@@ -186,7 +189,7 @@ class AdaptiveBudget:
         drafts = propose(source.drafter, chosen, [count for *_, count in wanted], info)
         seconds = (self._clock() - started) / len(wanted)
         for sequence, (index, outlook, count), draft in zip(chosen, wanted, drafts, strict=True):
-            if outlook.last_asked in (-1, sequence.num_steps - 1) or source.costs.seconds(count) == 0.0:
+            if outlook.last_asked in (-1, sequence.num_steps - 1) or not source.costs.is_known:
                 source.costs.record(count, seconds)  # behind a pause a drafter may have to catch up
             outlook.last_asked = sequence.num_steps
             # That a source with a price had nothing to say counts against it.
@@ -206,6 +209,8 @@ class AdaptiveBudget:
         """For how many nodes to ask a source."""
         if cap <= 0 or missing <= 0:
             return 0
+        if not source.costs.is_known:
+            return min(cap, FIRST_ASKED)
         if self._is_free(source, curve):
             return min(cap, MAX_DRAFT_NODES)
         rate = self._rate(num_sequences, curve)
@@ -223,7 +228,7 @@ class AdaptiveBudget:
         return int(self._is_due(source, outlook, sequence, curve))
 
     def _is_free(self, source: _Source, curve: Seq[float]) -> bool:
-        return source.costs.least <= FREE_SHARE * curve[1]
+        return source.costs.is_known and source.costs.least <= FREE_SHARE * curve[1]
 
     def _is_due(self, source: _Source, outlook: _Outlook, sequence: Sequence, curve: Seq[float]) -> bool:
         """Whether to try a source that does not seem to pay."""

@@ -140,6 +140,10 @@ class DraftCosts:
         self.least = 0.0
         """Of all medians; 0 while nothing is known."""
 
+    @property
+    def is_known(self) -> bool:
+        return bool(self._medians)
+
     def record(self, num_nodes: int, seconds: float) -> None:
         times = self._seconds.setdefault(num_nodes, deque(maxlen=WINDOW))
         times.append(seconds)
