@@ -15,6 +15,7 @@ what came before, and it is checked whole. So rules that keep the distribution k
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -49,7 +50,9 @@ MIN_PAUSE, MAX_PAUSE = 8, 64
 """Steps between two trials of a source that is off; it is noticed within the latter that it turned good."""
 
 NUM_PLAIN, PLAIN_PAUSE = 3, 256
-"""Plain steps that are made at first, and steps behind which there is another, so that what they cost is known."""
+"""Plain steps that are made first with each number of sequences, and steps behind which there is another.
+
+Without them a run that always drafts would not know what its drafts cost."""
 
 FADE_RATE = 0.97
 """Of the run's speed: some thirty steps count."""
@@ -146,6 +149,7 @@ class AdaptiveBudget:
         self._sources = [_Source(source) for source in drafter.sources()]
         self._passes = PassCosts()
         self._outlooks: WeakKeyDictionary[Sequence, list[_Outlook]] = WeakKeyDictionary()
+        self._num_plain: Counter[int] = Counter()
         self._since_plain = 0
         self._tokens = self._steps = 1.0  # of late, in tokens per sequence and in plain steps' time
 
@@ -158,7 +162,7 @@ class AdaptiveBudget:
         if not any(caps):
             return plan
         started = self._clock()
-        if len(sequences) == 1 and (self._passes.num_plain < NUM_PLAIN or self._since_plain >= PLAIN_PAUSE):
+        if self._num_plain[len(sequences)] < NUM_PLAIN or self._since_plain >= PLAIN_PAUSE:
             return plan
         for number in range(len(self._sources)):
             self._ask(number, sequences, caps, info, plan, curve)
@@ -266,7 +270,9 @@ class AdaptiveBudget:
     def record(self, sequences: Seq[Sequence], plan: Plan, steps: Seq[Step], seconds: float) -> None:
         num_rows = len(sequences) + sum(step.num_draft for step in steps)
         self._passes.record(num_rows, plan.context, seconds)
-        self._since_plain = 0 if num_rows == len(sequences) else self._since_plain + 1
+        is_plain = num_rows == len(sequences)
+        self._num_plain[len(sequences)] += is_plain
+        self._since_plain = 0 if is_plain else self._since_plain + 1
         for asked in plan.asked:
             step, outlook = steps[asked.index], asked.outlook
             depth = outlook.acceptance.learn(asked.draft, asked.kinds, step.tokens, step.num_accepted)

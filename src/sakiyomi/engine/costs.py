@@ -49,8 +49,6 @@ class PassCosts:
         self._ratios: dict[tuple[int, int], deque[float]] = {}
         self._curves: dict[int, list[float]] = {}
         self._num_records = 0
-        self.num_plain = 0
-        """Plain steps of one sequence that were recorded."""
 
     def record(self, num_rows: int, context: float, seconds: float) -> None:
         """A pass over `num_rows` in sum, at `context` cached positions on average, took `seconds`."""
@@ -59,7 +57,6 @@ class PassCosts:
         if ratios is None:
             ratios = self._ratios[key] = deque(maxlen=WINDOW)
         ratios.append(seconds / prior_cost(num_rows, context))
-        self.num_plain += num_rows == 1
         self._num_records += 1
         if self._num_records % REFRESH == 0 or self._num_records < 16:
             self._curves.clear()
