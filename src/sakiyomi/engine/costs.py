@@ -34,7 +34,7 @@ def prior_cost(num_rows: int, context: float) -> float:
 
     Up to 8 rows go through one tile; attention reads the context for each row, though not from memory.
     """
-    return 1 + 0.085 * (num_rows - 1) + 0.06 * max(num_rows - 8, 0) + 2.2e-4 * context * num_rows**0.6
+    return 1 + 0.085 * (num_rows - 1) + 0.06 * max(num_rows - 8, 0) + 2.2e-4 * context * float(num_rows) ** 0.6
 
 
 class PassCosts:
