@@ -19,6 +19,7 @@ from sakiyomi.plugins import find_class, list_names, make_config, parse_spec, su
 from sakiyomi.text.chat import ChatTemplate
 from sakiyomi.text.tokenizer import Tokenizer
 from sakiyomi.text.vocabulary import Side, Translation
+from sakiyomi.tuned import load_choices
 from sakiyomi.types import Checkpoint, Drafter, DrafterContext, DrawMode, Model, Verifier
 
 logger = logging.getLogger("sakiyomi")
@@ -232,9 +233,15 @@ def make_drafter(
         lambda parts: [make_drafter(part, target, options, draw=draw, wrap=wrap) for part in _split_drafters(parts)],
         "+".join(["suffix", *find_trained_drafters(target)]),
         lambda name: load(name)[1],
+        load_choices(target.path, tuning_variant(target.model)),
     )
     built: Drafter = drafter(config, context)
     return built
+
+
+def tuning_variant(model: Model) -> str:
+    """How a model is run, as far as `sakiyomi tune` may come to another choice for it."""
+    return f"{type(model).__name__}-{model.info.dtype}"
 
 
 def find_trained_drafters(target: LoadedModel) -> list[str]:
