@@ -86,9 +86,8 @@ def replay(drafter: Drafter, budget: Budget, one: Answer, info: ModelInfo, cost:
         plan = budget.propose([sequence], [MAX_DRAFT_NODES], info)
         result.draft_s += time.perf_counter() - started
         (draft,) = plan.drafts
-        first = sequence.num_new
-        path, tokens = draft.follow(lambda node, tokens: one.answer[min(first + len(tokens), len(one.answer) - 1)])
-        tokens = tokens[: len(one.answer) - first]
+        truth = one.answer[sequence.num_new :]
+        path, tokens = draft.follow(lambda node, tokens, truth=truth: truth[len(tokens)])  # type: ignore[misc]
         sequence.tokens += tokens
         sequence.num_steps += 1
         num_accepted = min(len(path), len(tokens))

@@ -35,7 +35,7 @@ ALTERNATIVES = {
     "ops": frozenset({"base"}),  # what the implementations may import
 }
 # The only places that may import torch or transformers; everything else runs without them.
-NEEDS_TORCH = ("ops.torch", "ops.torch_noise", "models.torch", "models.hf", "hf", "train")
+NEEDS_TORCH = ("ops.torch", "ops.torch_noise", "models.torch", "models.hf", "hf", "train", "bench.peers")
 NEEDS_NATIVE = ("ops.native", "sampling.choose", "lookup.automaton")
 
 

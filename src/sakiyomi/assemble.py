@@ -370,6 +370,8 @@ def read_speculative_config(config: Mapping[str, Any]) -> tuple[str, dict[str, A
 
 
 DEFAULT_DRAFTER = "auto"
+FIXED_DRAFTER = "suffix"
+"""The default where a number of tokens to draft is given, which `auto` decides by itself."""
 LEGACY_KEYS = (
     "speculative_model",
     "num_speculative_tokens",
@@ -407,7 +409,7 @@ def choose_drafter(
     }
     older = {key: value for key, value in older.items() if value is not None}
     if set(older) == {"num_speculative_tokens"} and not config:
-        return (DEFAULT_DRAFTER if drafter is None else drafter), older
+        return (FIXED_DRAFTER if drafter is None else drafter), older
     if len([way for way in (drafter, config, older) if way]) > 1:
         raise ParameterError("the drafter is named twice; give one of drafter, speculative_config, speculative_model.")
     if config or older:

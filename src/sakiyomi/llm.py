@@ -220,7 +220,7 @@ class LLM:
                 if raises:
                     raise
                 requests.append(self.requests.fail(prompt, own, error))
-        self._run(requests, use_tqdm)
+        self.run(requests, use_tqdm)
         for index, request in enumerate(requests):
             request.error = request.error or next((job.error for job in request.jobs if job.error is not None), None)
             if request.error is not None:
@@ -229,7 +229,8 @@ class LLM:
                 logger.warning("Prompt %d failed: %s", index, request.error)
         return [self.requests.result(request) for request in requests]
 
-    def _run(self, requests: Seq[Request], use_tqdm: bool) -> None:
+    def run(self, requests: Seq[Request], use_tqdm: bool = False) -> None:
+        """Run requests that are built to their ends."""
         engine = self._engine()
         for request in requests:
             for job in request.jobs:

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from sakiyomi.engine.engine import Prefix
 from sakiyomi.llm import LLM
 from sakiyomi.params import SamplingParams
 from sakiyomi.results import RequestOutput
@@ -144,11 +145,36 @@ def median_speed(trials: Trials) -> float:
     return amount / sum(statistics.median(trial.seconds for trial in rounds) for rounds in trials)
 
 
-def answer_with(llm: LLM, params: SamplingParams) -> Way[Seq[int]]:
-    """A way to answer prompts, given as ids: the time of decoding counts, that of the prompt does not."""
+class SharedPrompt:
+    """The computed prompt of the case at hand, for all ways over one model; drafters that read taps have their own."""
+
+    def __init__(self) -> None:
+        self._prompt: tuple[int, ...] = ()
+        self._prefix = Prefix()
+
+    def of(self, prompt: Seq[int]) -> Prefix:
+        """What the ways share for this prompt; that of the prompt before is dropped."""
+        if self._prompt != tuple(prompt):
+            self._prompt, self._prefix = tuple(prompt), Prefix()
+        return self._prefix
+
+
+def answer_with(llm: LLM, params: SamplingParams, shared: SharedPrompt | None = None) -> Way[Seq[int]]:
+    """A way to answer prompts, given as ids: the time of decoding counts, that of the prompt does not.
+
+    Args:
+        shared: given to several ways, lets them compute each prompt only once.
+    """
 
     def answer(prompt: Seq[int]) -> Trial:
-        output = llm.generate(prompt, params, use_tqdm=False)[0]
+        request = llm.requests.build(prompt, params)
+        if shared is not None:
+            request.jobs[0].prefix = shared.of(prompt)
+        llm.run([request])
+        (job,) = request.jobs
+        if job.error is not None:
+            raise job.error
+        output = llm.requests.result(request)
         return Trial(output.timing.decode_s, len(output.outputs[0].token_ids), output)
 
     return answer

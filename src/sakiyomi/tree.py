@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import exp
 from typing import Any, Literal
 
 import numpy as np
@@ -327,11 +328,18 @@ class TreeBuilder:
         return sorted(self._rank(range(len(self)))[:max_nodes])
 
     def build(self, nodes: Sequence[int] | None = None, drawn: Drawn = "fixed") -> Draft:
-        """The draft of all nodes, or of some that hold every parent of theirs."""
+        """The draft of all nodes, or of some that hold every parent of theirs.
+
+        It has confidences unless every node was added with the logarithm 0, as by a drafter that knows none.
+        """
         nodes = range(len(self)) if nodes is None else nodes
         index = {ROOT: ROOT} | {node: new for new, node in enumerate(nodes)}
-        tokens = tuple(self.tokens[node] for node in nodes)
-        return Draft(tokens, tuple(index[self.parents[node]] for node in nodes), drawn)
+        return Draft(
+            tuple(self.tokens[node] for node in nodes),
+            tuple(index[self.parents[node]] for node in nodes),
+            drawn,
+            confidences=tuple(exp(self.confidences[node]) for node in nodes) if any(self.confidences) else None,
+        )
 
     def _rank(self, nodes: Iterable[int]) -> list[int]:
         # A child as confident as its parent (probability 1) must not come before it.

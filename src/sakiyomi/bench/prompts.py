@@ -61,6 +61,7 @@ def _read_line(line: str, where: str) -> tuple[str, str]:
         category, text = question["category"], question["turns"][0]
     except (ValueError, LookupError, TypeError) as error:
         raise ParameterError(f"{where} is no prompt; write an object with category and a list of turns.") from error
-    if not isinstance(category, str) or not isinstance(text, str) or not text.strip():
-        raise ParameterError(f"{where}: category and first turn are texts of at least one character.")
+    is_list = isinstance(question["turns"], list)
+    if not isinstance(category, str) or not is_list or not isinstance(text, str) or not text.strip():
+        raise ParameterError(f"{where}: category is a text, and turns a list that begins with one.")
     return category, text

@@ -18,6 +18,7 @@ from sakiyomi.llm import LLM
 from sakiyomi.measure import (
     Comparison,
     Report,
+    SharedPrompt,
     Spread,
     Trials,
     Way,
@@ -44,7 +45,7 @@ class Settings:
         seed: of requests at temperatures above 0.
     """
 
-    drafters: tuple[str, ...] = ("suffix",)
+    drafters: tuple[str, ...] = ("auto",)
     verifiers: tuple[str, ...] = ("match",)
     temperatures: tuple[float, ...] = (0.0,)
     num_tokens: int = 128
@@ -108,7 +109,10 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way of answering that is measured; `way` answers the ids of a prompt."""
+    """One way of answering that is measured; `way` answers the ids of a prompt.
+
+    Its output is a RequestOutput, or for other engines than ours something with `token_ids` and `num_passes`.
+    """
 
     drafter: str
     verifier: str
@@ -167,21 +171,23 @@ def encoder(loaded: LoadedModel) -> Callable[[str], list[int]]:
 
 
 def _make_arms(loaded: LoadedModel, options: ModelOptions, settings: Settings, params: SamplingParams) -> Iterator[Arm]:
-    yield Arm(PLAIN, "match", "tokens", answer_with(LLM.from_loaded(loaded), params))
+    prompt = SharedPrompt()
+    yield Arm(PLAIN, "match", "tokens", answer_with(LLM.from_loaded(loaded), params, prompt))
     for verifier in settings.verifiers:
         rule = make_verifier(verifier)
         for name in settings.drafters:
             if name != PLAIN:
                 drafter = make_drafter(name, loaded, options, draw=rule.draw)
                 llm = LLM.from_loaded(loaded, drafter=drafter, verifier=verifier)
-                yield Arm(name, verifier, rule.is_lossless, answer_with(llm, params))
+                yield Arm(name, verifier, rule.is_lossless, answer_with(llm, params, prompt))
 
 
 def _summarize(group: str, temperature: float, arms: Seq[Arm], trials: Mapping[str, Trials]) -> Iterator[Row]:
     base = trials[arms[0].name]
-    truth = _token_ids(base)
+    truths: dict[str, list[list[int]]] = {}
     for arm in arms:
         own = trials[arm.name]
+        truth = truths.setdefault(arm.engine, _token_ids(own))  # each engine's first way is plain decoding
         yield Row(
             group=group,
             temperature=temperature,
@@ -194,12 +200,18 @@ def _summarize(group: str, temperature: float, arms: Seq[Arm], trials: Mapping[s
             is_identical=_token_ids(own) == truth,
             keeps=arm.keeps,
             engine=arm.engine,
-            **(_acceptance(own) if arm.engine == "sakiyomi" else {}),
+            **(_acceptance(own) if arm.engine == "sakiyomi" else _count_passes(own)),
         )
 
 
 def _token_ids(trials: Trials) -> list[list[int]]:
-    return [list(output.outputs[0].token_ids) for output in outputs_of(trials)]
+    outputs = [trial.output for rounds in trials for trial in rounds]
+    return [list(getattr(one, "outputs", [one])[0].token_ids) for one in outputs]
+
+
+def _count_passes(trials: Trials) -> dict[str, Any]:
+    answers = [trial.output for rounds in trials for trial in rounds]
+    return {"mean_acceptance_length": sum(len(a.token_ids) for a in answers) / sum(a.num_passes for a in answers)}
 
 
 def _acceptance(trials: Trials) -> dict[str, Any]:

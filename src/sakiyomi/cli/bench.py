@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sakiyomi.cli import loading
-from sakiyomi.cli.options import Debug, LoadOptions, expand_options
+from sakiyomi.cli.options import Debug, LoadOptions, Misuse, expand_options
 from sakiyomi.cli.show import error_console
 from sakiyomi.errors import ParameterError
 
 if TYPE_CHECKING:
-    from sakiyomi.bench.run import Result, Row
+    from sakiyomi.assemble import LoadedModel
+    from sakiyomi.bench.run import Arm, Result, Row
     from sakiyomi.measure import Report
+    from sakiyomi.params import SamplingParams
 
 
 @expand_options
@@ -29,7 +31,7 @@ def bench(
         Path | None, typer.Option("--prompts", help="Prompts in Spec-Bench's format; by default 24 of ours.")
     ] = None,
     drafters: Annotated[
-        list[str] | None, typer.Option("--drafter", "-d", help="Measure this drafter; repeat. By default suffix.")
+        list[str] | None, typer.Option("--drafter", "-d", help="Measure this drafter; repeat. By default auto.")
     ] = None,
     verifiers: Annotated[
         list[str] | None, typer.Option("--verifier", help="Measure with this rule; repeat. By default match.")
@@ -45,6 +47,13 @@ def bench(
     num_tokens: Annotated[int, typer.Option("--tokens", help="Tokens of an answer at most.")] = 128,
     num_rounds: Annotated[int, typer.Option("--rounds", help="How often each prompt is answered.")] = 3,
     seed: Annotated[int, typer.Option("--seed", help="Seed at temperatures above 0.")] = 20,
+    peers: Annotated[
+        list[str] | None, typer.Option("--peer", help="Measure another engine beside: transformers (extra torch).")
+    ] = None,
+    assistant: Annotated[
+        str | None, typer.Option("--peer-assistant", help="A smaller model for the peer's assisted generation.")
+    ] = None,
+    png: Annotated[Path | None, typer.Option("--png", help="Draw the speeds into this file (extra bench).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -56,9 +65,10 @@ def bench(
     from sakiyomi.bench.prompts import read_prompts
     from sakiyomi.bench.run import Settings, run_benchmark
 
+    _refuse_early(peers, assistant, png)
     texts = read_prompts(prompts, per_group, groups)
     settings = Settings(
-        drafters=tuple(drafters or ["suffix"]),
+        drafters=tuple(drafters or ["auto"]),
         verifiers=tuple(verifiers or ["match"]),
         temperatures=tuple(temperatures or [0.0]),
         num_tokens=num_tokens,
@@ -72,13 +82,43 @@ def bench(
             loading.model_options(engine),
             texts,
             settings,
+            peers=_load_peers(peers, assistant, loaded, engine.threads),
             provenance={"command": shlex.join(["sakiyomi", *sys.argv[1:]])},
             report=report,
         )
+    if png is not None:
+        from sakiyomi.bench.chart import draw_chart
+
+        draw_chart(result, png)
     if as_json:
         print(json.dumps(result.to_json(), ensure_ascii=False))
     else:
         _print(result)
+
+
+def _refuse_early(peers: list[str] | None, assistant: str | None, png: Path | None) -> None:
+    """Say what cannot be before minutes of measuring, not behind them."""
+    for peer in peers or ():
+        if peer != "transformers":
+            raise Misuse(f"--peer {peer} is not known; there is transformers.")
+    if assistant is not None and not peers:
+        raise Misuse("--peer-assistant goes with --peer transformers; name the peer too.")
+    if png is not None:
+        from sakiyomi.bench.chart import require_matplotlib
+
+        require_matplotlib()
+        if not png.absolute().parent.is_dir():
+            raise ParameterError(f"cannot write {png}: its folder does not exist; make it first.")
+
+
+def _load_peers(
+    peers: list[str] | None, assistant: str | None, loaded: LoadedModel, threads: int | None
+) -> Callable[[SamplingParams], list[Arm]]:
+    if not peers:
+        return lambda params: []
+    from sakiyomi.bench.peers import TransformersPeer
+
+    return TransformersPeer(loaded, None if assistant is None else loading.fetch(assistant), threads).arms
 
 
 @contextmanager
@@ -99,71 +139,60 @@ def _progress() -> Iterator[Report]:
 
 # ---------------------------------------------------------------------------------------------- the table
 
-HEAD = (
-    "group",
-    "t",
-    "drafter",
-    "rule",
-    "tokens/s",
-    "speed-up",
-    "95 %",
-    "per step",
-    "by position",
-    "if tried",
-    "draft",
-    "same",
+MAX_POSITIONS = 3
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "group": lambda row: row.group,
+    "t": lambda row: f"{row.temperature:g}",
+    "drafter": lambda row: row.drafter if row.engine == "sakiyomi" else f"{row.engine}: {row.drafter}",
+    "rule": lambda row: row.verifier,
+    "tokens/s": lambda row: f"{row.tokens_per_s:.1f}",
+    "speed": lambda row: f"{row.speedup.value:.2f}",
+    "95 %": lambda row: f"{row.speedup.low:.2f}-{row.speedup.high:.2f}",
+    "per step": lambda row: "" if row.mean_acceptance_length is None else f"{row.mean_acceptance_length:.2f}",
+    "accepted": lambda row: _positions(row.acceptance_per_position),
+    "if tried": lambda row: _positions(row.conditional_acceptance),
+    "draft": lambda row: "" if row.draft_share is None else f"{100 * row.draft_share:.1f} %",
+    "same": lambda row: "yes" if row.is_identical else "no" if row.keeps == "tokens" else "law",
+}
+CONSTANT = ("t", "rule")
+"""Columns that are left out where they would say the same in every row."""
+LEGEND = (
+    "speed: over plain decoding in the same rounds; per step: tokens per forward pass; accepted: share of steps that "
+    "accepted position 1, 2, 3; if tried: the same among the steps that got there; draft: the drafter's part of the "
+    "time; same: the tokens of plain decoding (law: a rule that keeps the distribution)"
 )
-MAX_POSITIONS = 4
 
 
 def _print(result: Result) -> None:
     from rich import box
     from rich.console import Console
+    from rich.measure import Measurement
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False, soft_wrap=True)
-    table = Table(*HEAD, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in table.columns:
-        column.no_wrap = True
-    group = None
+    columns = {
+        name: cell
+        for name, cell in COLUMNS.items()
+        if name not in CONSTANT or len({cell(row) for row in result.rows}) > 1
+    }
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in columns:
+        table.add_column(name, no_wrap=True, justify="left" if name in ("group", "drafter", "rule") else "right")
+    previous = None
     for row in result.rows:
-        if group is not None and row.group != group:
+        if previous is not None and row.group != previous:
             table.add_section()
-        group = row.group
-        table.add_row(*(Text(cell) for cell in _cells(row)), style="bold" if row.group == "all" else "")
+        previous = row.group
+        table.add_row(*(Text(cell(row)) for cell in columns.values()), style="bold" if row.group == "all" else "")
+    console = Console(highlight=False, soft_wrap=True)
+    # Cut cells would help nobody, so a table that is too wide for the terminal is printed whole.
+    console.width = max(console.width, Measurement.get(console, console.options.update(width=1000), table).maximum)
     console.print(table)
+    console.print(Text(LEGEND, style="dim"))
     for name, value in result.provenance.items():
         console.print(Text(f"{name}: {value}", style="dim"))
-
-
-def _cells(row: Row) -> list[str]:
-    drafter = row.drafter if row.engine == "sakiyomi" else f"{row.engine}: {row.drafter}"
-    length = "" if row.mean_acceptance_length is None else f"{row.mean_acceptance_length:.2f}"
-    share = "" if row.draft_share is None else f"{100 * row.draft_share:.1f} %"
-    same = "yes" if row.is_identical else "no" if row.keeps == "tokens" else f"no ({row.keeps})"
-    return [
-        row.group,
-        f"{row.temperature:g}",
-        drafter,
-        row.verifier,
-        f"{row.tokens_per_s:.1f}",
-        f"{row.speedup.value:.2f}",
-        f"{row.speedup.low:.2f}-{row.speedup.high:.2f}",
-        length,
-        _positions(row.acceptance_per_position),
-        _positions(row.conditional_acceptance),
-        share,
-        same,
-    ]
 
 
 def _positions(shares: tuple[float, ...]) -> str:
     """The first positions in hundredths: ".38 .21"."""
     return " ".join(f"{share:.2f}".removeprefix("0") for share in shares[:MAX_POSITIONS])
-
-
-def refuse_unwritable(path: Path | None) -> None:
-    """Raise before an hour of measuring, not behind it."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise ParameterError(f"cannot write {path}: its folder does not exist; make it first.")

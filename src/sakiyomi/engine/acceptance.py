@@ -18,7 +18,7 @@ MAX_DEPTH = 32
 FIRST_OF_DEPTHS = 2 * NUM_BINS
 """Kinds of nodes: by confidence at depth 1, by confidence deeper, and without confidence by depth."""
 
-WEIGHT = 4.0
+WEIGHT = 8.0
 """Labels that what was believed before them is worth."""
 
 FADE = 0.94

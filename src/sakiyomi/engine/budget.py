@@ -36,6 +36,9 @@ MAX_DRAFT_NODES = 64
 MAX_ASKED = 16
 """Nodes that a source with a price is asked for at most."""
 
+FIRST_ASKED = 4
+"""Nodes that a source is asked for while its price is unknown."""
+
 FREE_SHARE = 0.02
 """A source below this share of a plain step is always asked."""
 
@@ -44,6 +47,9 @@ EXPLORED_SHARE = 0.01
 
 MIN_PAUSE, MAX_PAUSE = 8, 64
 """Steps between two trials of a source that is off; it is noticed within the latter that it turned good."""
+
+NUM_PLAIN, PLAIN_PAUSE = 3, 256
+"""Plain steps that are made at first, and steps behind which there is another, so that what they cost is known."""
 
 FADE_RATE = 0.97
 """Of the run's speed: some thirty steps count."""
@@ -140,6 +146,7 @@ class AdaptiveBudget:
         self._sources = [_Source(source) for source in drafter.sources()]
         self._passes = PassCosts()
         self._outlooks: WeakKeyDictionary[Sequence, list[_Outlook]] = WeakKeyDictionary()
+        self._since_plain = 0
         self._tokens = self._steps = 1.0  # of late, in tokens per sequence and in plain steps' time
 
     # ------------------------------------------------------------------------------------------ before a step
@@ -151,6 +158,8 @@ class AdaptiveBudget:
         if not any(caps):
             return plan
         started = self._clock()
+        if len(sequences) == 1 and (self._passes.num_plain < NUM_PLAIN or self._since_plain >= PLAIN_PAUSE):
+            return plan
         for number in range(len(self._sources)):
             self._ask(number, sequences, caps, info, plan, curve)
         if plan.asked:
@@ -180,7 +189,7 @@ class AdaptiveBudget:
         drafts = propose(source.drafter, chosen, [count for *_, count in wanted], info)
         seconds = (self._clock() - started) / len(wanted)
         for sequence, (index, outlook, count), draft in zip(chosen, wanted, drafts, strict=True):
-            if outlook.last_asked in (-1, sequence.num_steps - 1) or source.costs.seconds(count) == 0.0:
+            if outlook.last_asked in (-1, sequence.num_steps - 1) or not source.costs.is_known:
                 source.costs.record(count, seconds)  # behind a pause a drafter may have to catch up
             outlook.last_asked = sequence.num_steps
             # That a source with a price had nothing to say counts against it.
@@ -200,6 +209,8 @@ class AdaptiveBudget:
         """For how many nodes to ask a source."""
         if cap <= 0 or missing <= 0:
             return 0
+        if not source.costs.is_known:
+            return min(cap, FIRST_ASKED)
         if self._is_free(source, curve):
             return min(cap, MAX_DRAFT_NODES)
         rate = self._rate(num_sequences, curve)
@@ -217,7 +228,7 @@ class AdaptiveBudget:
         return int(self._is_due(source, outlook, sequence, curve))
 
     def _is_free(self, source: _Source, curve: Seq[float]) -> bool:
-        return source.costs.least <= FREE_SHARE * curve[1]
+        return source.costs.is_known and source.costs.least <= FREE_SHARE * curve[1]
 
     def _is_due(self, source: _Source, outlook: _Outlook, sequence: Sequence, curve: Seq[float]) -> bool:
         """Whether to try a source that does not seem to pay."""
@@ -255,6 +266,7 @@ class AdaptiveBudget:
     def record(self, sequences: Seq[Sequence], plan: Plan, steps: Seq[Step], seconds: float) -> None:
         num_rows = len(sequences) + sum(step.num_draft for step in steps)
         self._passes.record(num_rows, plan.context, seconds)
+        self._since_plain = 0 if num_rows == len(sequences) else self._since_plain + 1
         for asked in plan.asked:
             step, outlook = steps[asked.index], asked.outlook
             depth = outlook.acceptance.learn(asked.draft, asked.kinds, step.tokens, step.num_accepted)
