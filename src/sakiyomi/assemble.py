@@ -26,6 +26,7 @@ from sakiyomi.plugins import find_class, list_names, make_config, parse_spec, su
 from sakiyomi.text.chat import ChatTemplate
 from sakiyomi.text.tokenizer import Tokenizer
 from sakiyomi.text.vocabulary import Side, Translation
+from sakiyomi.tuned import load_choices
 from sakiyomi.types import Checkpoint, Drafter, DrafterContext, DrafterFile, DrawMode, Model, Verifier
 
 logger = logging.getLogger("sakiyomi")
@@ -282,6 +283,7 @@ def make_drafter(
         lambda kinds, path: open_drafter(kinds, path, target.model),
         "+".join(["suffix", *find_trained_drafters(target)]),
         lambda name: load(name)[1],
+        load_choices(target.path, tuning_variant(target.model)),
     )
     built: Drafter = drafter(config, context)
     return built
@@ -357,6 +359,11 @@ def _read_tensors(folder: Path) -> Mapping[str, Any]:
     if not found or (folder / "model.safetensors").is_file():
         return SafetensorsFolder(folder)
     return SafetensorsFolder.of(found[0]) if found[0].suffix == ".safetensors" else read_pickled(found[0])
+
+
+def tuning_variant(model: Model) -> str:
+    """How a model is run, as far as `sakiyomi tune` may come to another choice for it."""
+    return f"{type(model).__name__}-{model.info.dtype}"
 
 
 def find_trained_drafters(target: LoadedModel) -> list[str]:
