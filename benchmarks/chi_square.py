@@ -42,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from identity import OWN_PROMPTS  # a script beside this one
 
 NUM_TOKENS, NUM_BINS = 3, 4
+NUM_ANSWERED = 3
 REJECTED = 0.001
 Tokens = tuple[int, ...]
 Ids, Float64s = npt.NDArray[np.int64], npt.NDArray[np.float64]
@@ -63,6 +64,13 @@ class Flattened(Verifier):
             raised = [probs**self.exponent for probs in draft.probs]
             draft = replace(draft, probs=[probs / probs.sum() for probs in raised])
         return self.inner.verify(draft, output, sequence)
+
+
+def make_context(llm: LLM) -> list[int]:
+    """A place where the target hesitates between few tokens: a new row is a pass, and tail tokens need one each."""
+    prompt = llm.render([{"role": "user", "content": OWN_PROMPTS[2]}])
+    answer = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=NUM_ANSWERED), use_tqdm=False)[0]
+    return [*answer.prompt_token_ids, *answer.outputs[0].token_ids]
 
 
 def draw(
@@ -130,7 +138,7 @@ def main() -> int:
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
     args = parser.parse_args()
     loaded = load_model(args.model, ModelOptions(threads=args.threads))
-    context = LLM.from_loaded(loaded).render([{"role": "user", "content": OWN_PROMPTS[1]}])
+    context = make_context(LLM.from_loaded(loaded))
     target = MemoModel(loaded.model)
     drafting = MemoModel(loaded.model.shallow(args.layers))
     results, is_good = [], True

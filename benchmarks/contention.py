@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -53,24 +54,33 @@ class Round:
 
 
 def run_round(decode: Callable[[], None], multiply: Callable[[], None]) -> Round:
-    decoding, multiplying = timed(decode), timed(multiply)
     seconds: dict[str, float] = {}
 
     def beside() -> None:
-        seconds["multiplying"] = timed(multiply)
+        seconds["beside"] = timed(multiply)
 
+    decoding = timed(decode)
+    multiplying = time_in_thread(multiply)  # not in this one: torch's pools differ from thread to thread
     start = time.perf_counter()
     worker = threading.Thread(target=beside)
     worker.start()
     decoding_beside = timed(decode)
     worker.join()
-    return Round(decoding, multiplying, time.perf_counter() - start, decoding_beside, seconds["multiplying"])
+    return Round(decoding, multiplying, time.perf_counter() - start, decoding_beside, seconds["beside"])
 
 
 def timed(action: Callable[[], None]) -> float:
     start = time.perf_counter()
     action()
     return time.perf_counter() - start
+
+
+def time_in_thread(action: Callable[[], None]) -> float:
+    seconds: list[float] = []
+    worker = threading.Thread(target=lambda: seconds.append(timed(action)))
+    worker.start()
+    worker.join()
+    return seconds[0]
 
 
 def make_multiplication(size: int, seconds: float, threads: int) -> Callable[[], None]:
@@ -82,9 +92,11 @@ def make_multiplication(size: int, seconds: float, threads: int) -> Callable[[],
         for _ in range(count):
             torch.mm(matrix, matrix)
 
-    multiply(3)
-    count = max(1, round(seconds / (timed(lambda: multiply(10)) / 10)))
-    return lambda: multiply(count)
+    count = 1
+    while (taken := time_in_thread(partial(multiply, count))) < seconds / 4:  # the first ones start its threads
+        count *= 2
+    count = max(1, round(count * seconds / taken))
+    return partial(multiply, count)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -92,7 +104,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2", help="a name or a path")
     parser.add_argument("--threads", type=int, help="of our kernels; default: one per core")
     parser.add_argument("--torch-threads", type=int, help="default: as many as ours")
-    parser.add_argument("--tokens", type=int, default=128, help="decoded in each part")
+    parser.add_argument("--tokens", type=int, default=256, help="decoded in each part")
     parser.add_argument("--size", type=int, default=512, help="of the matrices")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured to FILE ('-': stdout)")

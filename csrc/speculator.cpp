@@ -57,9 +57,12 @@ class Inputs {
 class MlpStep {
    public:
     // weights: (fuse, bias, inner_norm, gate_up, down, norm, ones); every object is kept alive.
-    MlpStep(const nb::tuple& weights, nb::object embedding, nb::object head, float eps) : eps_(eps) {
+    // tokens: what is added for a token, or None; token_rows: for each id its row there.
+    MlpStep(const nb::tuple& weights, nb::object embedding, nb::object head, nb::object tokens, nb::object token_rows,
+            float eps)
+        : eps_(eps) {
         check_equal("the number of weights", static_cast<std::int64_t>(weights.size()), 7);
-        kept_ = {weights, embedding, head};
+        kept_ = {weights, embedding, head, tokens, token_rows};
         const auto matrix = [&](std::size_t i) { return nb::cast<const PackedWeight*>(weights[i]); };
         fuse_ = matrix(0), gate_up_ = matrix(3), down_ = matrix(4);
         embedding_ = nb::cast<const PackedWeight*>(embedding), head_ = nb::cast<const PackedWeight*>(head);
@@ -76,7 +79,18 @@ class MlpStep {
             check_equal("the length of a vector", static_cast<std::int64_t>(array.shape(0)), hidden_);
             return array.data();
         };
+        if (!tokens.is_none()) add_tokens(tokens, token_rows);
         bias_ = vector(1), inner_norm_ = vector(2), norm_ = vector(5), ones_ = vector(6);
+    }
+
+    void add_tokens(nb::handle tokens, nb::handle token_rows) {
+        tokens_ = nb::cast<const PackedWeight*>(tokens);
+        check_equal("the width of the tokens", tokens_->num_inputs, hidden_);
+        const Ints rows = nb::cast<Ints>(token_rows, false);
+        check_equal("the number of token rows", static_cast<std::int64_t>(rows.shape(0)), embedding_->num_outputs);
+        for (std::int64_t id = 0; id < embedding_->num_outputs; ++id)
+            check(rows.data()[id] >= 0 && rows.data()[id] < tokens_->num_outputs, "a token row is out of range.");
+        token_rows_ = rows.data();
     }
 
     void run(Matrix left, Ints ids, OutMatrix states, OutMatrix logits, int num_threads) const {
@@ -104,6 +118,9 @@ class MlpStep {
         const std::int32_t* tokens = ids.data();
         float* state_rows = states.data();
         float* logit_rows = logits.data();
+        if (tokens_ != nullptr)
+            for (std::int64_t row = 0; row < num_rows; ++row)
+                unpack_row(*tokens_, token_rows_[tokens[row]], fused + row * hidden_);
         lease.run([&](Team& team, int rank) {
             for (std::int64_t row = 0; row < num_rows; ++row) {
                 float* out = fuse.floats(rank, row);
@@ -112,7 +129,7 @@ class MlpStep {
                     kernel.rms_norm(at == left_width ? out + at : x + row * left_width + at, ones_, eps_, hidden_, out + at);
                 fuse.finish(kernel, rank, row, 0, fuse_->num_inputs);
             }
-            multiply(kernel, *fuse_, fuse.job(rank, bias_, nullptr, fused), team, rank);
+            multiply(kernel, *fuse_, fuse.job(rank, bias_, tokens_ == nullptr ? nullptr : fused, fused), team, rank);
             norm_rows(kernel, fused, inner_norm_, up, num_rows, rank);
             gate(kernel, up, down, gates, num_rows, team, rank);
             multiply(kernel, *down_, down.job(rank, nullptr, fused, state_rows), team, rank);
@@ -162,6 +179,8 @@ class MlpStep {
     std::vector<nb::object> kept_;  // the weights and vectors that the pointers below point into
     const PackedWeight *fuse_, *gate_up_, *down_, *embedding_, *head_;
     const float *bias_, *inner_norm_, *norm_, *ones_;
+    const PackedWeight* tokens_ = nullptr;
+    const std::int32_t* token_rows_ = nullptr;
     std::int64_t hidden_, inner_;
     float eps_;
 };
@@ -173,8 +192,8 @@ void bind_speculator(nanobind::module_& m) {
     using namespace sakiyomi;
     using nb::arg;
     nb::class_<MlpStep>(m, "MlpStep")
-        .def(nb::init<const nb::tuple&, nb::object, nb::object, float>(), arg("weights"), arg("embedding"), arg("head"),
-             arg("eps"))
+        .def(nb::init<const nb::tuple&, nb::object, nb::object, nb::object, nb::object, float>(), arg("weights"),
+             arg("embedding"), arg("head"), arg("tokens").none(), arg("token_rows").none(), arg("eps"))
         .def("run", &MlpStep::run, arg("left").noconvert(), arg("ids").noconvert(), arg("states").noconvert(),
              arg("logits").noconvert(), arg("threads"));
 }

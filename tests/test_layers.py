@@ -13,7 +13,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / "sakiyomi"
 LAYERS = (
     ("errors", "params", "noise", "tree", "types", "results", "plugins", "cores", "parts"),
     ("ops",),
-    ("sampling", "text", "checkpoints", "lookup", "plan", "hub"),
+    ("sampling", "text", "checkpoints", "lookup", "plan", "hub", "tuned"),
     ("nets", "cache", "verify"),
     ("models",),
     ("decode",),
@@ -21,7 +21,7 @@ LAYERS = (
     ("engine",),
     ("assemble", "requests", "session", "llm", "hf"),
     ("measure",),
-    ("train", "bench", "prove", "doctor", "serve"),
+    ("train", "bench", "prove", "doctor", "serve", "tune"),
     ("cli",),
     ("", "__main__"),  # the package's own __init__: the public surface
 )

@@ -644,7 +644,7 @@ def test_a_long_prompt_over_a_large_vocabulary_needs_little_memory() -> None:
 @pytest.mark.parametrize(
     ("config", "legacy", "expected"),
     [
-        (None, {}, ("suffix", {})),
+        (None, {}, ("auto", {})),
         ({"method": "ngram", "num_speculative_tokens": 3}, {}, ("ngram", {"num_speculative_tokens": 3})),
         ({"method": "ngram", "prompt_lookup_max": 5}, {}, ("ngram", {"max_ngram": 5, "min_ngram": 5})),
         (

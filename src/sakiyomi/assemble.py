@@ -26,6 +26,7 @@ from sakiyomi.plugins import find_class, list_names, make_config, parse_spec, su
 from sakiyomi.text.chat import ChatTemplate
 from sakiyomi.text.tokenizer import Tokenizer
 from sakiyomi.text.vocabulary import Side, Translation
+from sakiyomi.tuned import load_choices
 from sakiyomi.types import Checkpoint, Drafter, DrafterContext, DrafterFile, DrawMode, Model, Verifier
 
 logger = logging.getLogger("sakiyomi")
@@ -282,6 +283,7 @@ def make_drafter(
         lambda kinds, path: open_drafter(kinds, path, target.model),
         "+".join(["suffix", *find_trained_drafters(target)]),
         lambda name: load(name)[1],
+        load_choices(target.path, tuning_variant(target.model)),
     )
     built: Drafter = drafter(config, context)
     return built
@@ -357,6 +359,11 @@ def _read_tensors(folder: Path) -> Mapping[str, Any]:
     if not found or (folder / "model.safetensors").is_file():
         return SafetensorsFolder(folder)
     return SafetensorsFolder.of(found[0]) if found[0].suffix == ".safetensors" else read_pickled(found[0])
+
+
+def tuning_variant(model: Model) -> str:
+    """How a model is run, as far as `sakiyomi tune` may come to another choice for it."""
+    return f"{type(model).__name__}-{model.info.dtype}"
 
 
 def find_trained_drafters(target: LoadedModel) -> list[str]:
@@ -496,6 +503,8 @@ def read_speculative_config(config: Mapping[str, Any]) -> tuple[str, dict[str, A
 
 
 DEFAULT_DRAFTER = "auto"
+FIXED_DRAFTER = "suffix"
+"""The default where a number of tokens to draft is given, which `auto` decides by itself."""
 LEGACY_KEYS = (
     "speculative_model",
     "num_speculative_tokens",
@@ -533,7 +542,7 @@ def choose_drafter(
     }
     older = {key: value for key, value in older.items() if value is not None}
     if set(older) == {"num_speculative_tokens"} and not config:
-        return (DEFAULT_DRAFTER if drafter is None else drafter), older
+        return (FIXED_DRAFTER if drafter is None else drafter), older
     if len([way for way in (drafter, config, older) if way]) > 1:
         raise ParameterError("the drafter is named twice; give one of drafter, speculative_config, speculative_model.")
     if config or older:

@@ -292,7 +292,7 @@ def test_tuned_choices() -> None:
 
     with pytest.raises(ParameterError, match="sakiyomi tune"):
         build({})
-    pays = {"pays": True, "exit_layer": 2, "num_speculative_tokens": 3, "speedup": 1.4}
+    pays = {"pays": True, "exit_layer": 2, "skip": "", "num_speculative_tokens": 3, "speedup": 1.4}
     assert build(pays).num_tokens == 3
     assert build(pays, num_speculative_tokens=5).num_tokens == 5
     assert build(pays).model.info.num_layers == 6  # a toy is its own first layers

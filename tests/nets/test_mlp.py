@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sakiyomi.errors import CheckpointError
-from sakiyomi.nets.mlp import MATRICES, MlpConfig, MlpSpeculator
+from sakiyomi.nets.mlp import MATRICES, TOKEN_IDS, MlpConfig, MlpSpeculator
 from sakiyomi.ops.native import NativeOps
 
 torch = pytest.importorskip("torch")
@@ -20,12 +20,14 @@ from sakiyomi.train.mlp import MlpTrainee  # noqa: E402
 from sakiyomi.types import ModelInfo  # noqa: E402
 
 HIDDEN, INNER, TAPS, VOCAB = 32, 64, 2, 50
-CONFIG = MlpConfig(hidden_size=HIDDEN, inner_size=INNER, num_taps=TAPS, eps=1e-5)
+OWN = np.array([1, 4, 5, 30, 49], np.int32)
+CONFIG = MlpConfig(hidden_size=HIDDEN, inner_size=INNER, num_taps=TAPS, num_tokens=len(OWN), eps=1e-5)
 
 
 def random_tensors(seed: int = 0, dtype: Any = np.float32) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
-    return {n: (rng.normal(0, 1, s) / s[-1] ** 0.5).astype(dtype) for n, s in CONFIG.shapes().items()}
+    tensors = {n: (rng.normal(0, 1, s) / s[-1] ** 0.5).astype(dtype) for n, s in CONFIG.shapes().items()}
+    return tensors | {TOKEN_IDS: OWN}
 
 
 def random_inputs(num_rows: int = 5, seed: int = 1) -> tuple[Any, Any, Any]:
@@ -40,7 +42,7 @@ def test_both_backends_agree() -> None:
     found = []
     for ops in (NativeOps(dtype="float32", threads=1), TorchOps()):
         table = ops.weight(embedding)
-        net = MlpSpeculator.load(ops, CONFIG, random_tensors(), table)
+        net = MlpSpeculator.load(ops, CONFIG, random_tensors(), table, VOCAB)
         head = ops.select_rows(table, np.arange(0, VOCAB, 3, dtype=np.int32))
         states, first = net.start_logits(ops.array(taps), ids[0], head)
         logits = [first]
@@ -58,7 +60,7 @@ def test_the_fused_step_is_the_composed_one_bit_by_bit(dtype: Any, threads: int)
     embedding, taps, ids = random_inputs(9)
     ops = NativeOps(dtype=dtype, threads=threads)
     table = ops.weight(embedding)
-    net = MlpSpeculator.load(ops, CONFIG, random_tensors(), table)
+    net = MlpSpeculator.load(ops, CONFIG, random_tensors(), table, VOCAB)
     head = ops.select_rows(table, np.arange(0, VOCAB, 3, dtype=np.int32))
     for num_rows in (1, 2, 9, 0):
         states, logits = net.start_logits(taps[:num_rows], ids[0, :num_rows], head)
@@ -73,7 +75,7 @@ def test_the_fused_step_is_the_composed_one_bit_by_bit(dtype: Any, threads: int)
 def test_rows_of_a_batch_do_not_meet() -> None:
     embedding, taps, ids = random_inputs()
     ops = NativeOps(dtype="int8", threads=2)
-    net = MlpSpeculator.load(ops, CONFIG, random_tensors(), ops.weight(embedding))
+    net = MlpSpeculator.load(ops, CONFIG, random_tensors(), ops.weight(embedding), VOCAB)
     together = net.advance(net.start(taps, ids[0]), ids[1])
     for row in range(len(taps)):
         alone = net.advance(net.start(taps[row : row + 1], ids[0, row : row + 1]), ids[1, row : row + 1])
@@ -89,7 +91,8 @@ def make_trainee(dtype: Any = torch.float32) -> tuple[MlpTrainee, Frozen]:
     ops = TorchOps(dtype)
     frozen = Frozen(ops=ops, info=info, embedding=table, head=table, norm=torch.ones(HIDDEN, dtype=dtype), eps=1e-5)
     rng = np.random.default_rng(4)
-    tensors = {name: torch.from_numpy(value).to(dtype) for name, value in random_tensors(dtype=np.float64).items()}
+    tensors = {n: torch.from_numpy(v) for n, v in random_tensors(dtype=np.float64).items()}
+    tensors = {n: v if n == TOKEN_IDS else v.to(dtype) for n, v in tensors.items()}
     for name, width in (("start", (TAPS + 1) * HIDDEN), ("advance", 2 * HIDDEN)):
         tensors[f"{name}.mean"] = torch.from_numpy(rng.normal(0, 2, width)).to(dtype)
         tensors[f"{name}.std"] = torch.from_numpy(rng.uniform(0.3, 2, width)).to(dtype)
@@ -116,7 +119,8 @@ def test_unrolled_training_equals_the_drafting_chain_row_by_row() -> None:
     config, tensors = trainee.export()
     assert config["inner_size"] == INNER
     ops = NativeOps(dtype="float32", threads=1)
-    net = MlpSpeculator.load(ops, CONFIG, tensors, ops.weight(frozen.embedding.numpy()))
+    tensors[TOKEN_IDS] = OWN
+    net = MlpSpeculator.load(ops, CONFIG, tensors, ops.weight(frozen.embedding.numpy()), VOCAB)
     with torch.no_grad():
         unrolled = [(rows, features.numpy()) for rows, features in trainee.unroll(batch, 3)]
     assert unrolled[0][0].tolist() == [1, 2, 3, 4, 5, 6, 7, 10, 11]
@@ -156,6 +160,7 @@ def test_hidden_inputs_lie_at_their_means() -> None:
         return torch.zeros_like(x)
 
     with torch.no_grad():
+        trainee.parameters["start.tokens"].zero_()
         _, features = next(iter(trainee.unroll(batch, 1, hide)))
         wanted = trainee.frozen.ops.rms_norm(
             trainee.parameters["start.bias"][None], trainee.parameters["norm.weight"], CONFIG.eps
@@ -169,7 +174,7 @@ def test_a_missing_or_misshapen_tensor_is_named(name: str) -> None:
     ops = TorchOps()
     tensors = random_tensors()
     with pytest.raises(CheckpointError, match=f"{name} is of shape"):
-        MlpSpeculator.load(ops, CONFIG, tensors | {name: np.ones(3, np.float32)}, None)
+        MlpSpeculator.load(ops, CONFIG, tensors | {name: np.ones(3, np.float32)}, None, VOCAB)
     del tensors[name]
     with pytest.raises(CheckpointError, match=f"{name} is missing"):
-        MlpSpeculator.load(ops, CONFIG, tensors, None)
+        MlpSpeculator.load(ops, CONFIG, tensors, None, VOCAB)

@@ -261,7 +261,7 @@ class TestAttend:
         ops = NativeOps(threads=1)
         bits = np.arange(0, 2**32, 9973, dtype=np.uint64).astype(np.uint32)
         x = bits.view(np.float32)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             x = x[np.isfinite(x.astype(np.float16))]
         x = np.concatenate([x, np.array([65504, 65519.9, 2**-24, 2**-25, 6e-8, -0.0], np.float32)])
         x = x[: len(x) // 20 * 20].reshape(-1, 1, 20)

@@ -33,7 +33,7 @@ RULES: dict[str, Callable[[Randomness], Verifier]] = {
     "tree": lambda randomness: TreeVerifier(randomness=randomness),
     "traversal": lambda randomness: TraversalVerifier(randomness=randomness),
 }
-FEW = settings(max_examples=3)
+FEW = settings(max_examples=2)
 seeds = st.integers(0, 10**6)
 PARAMS = {
     "warm": WARM,

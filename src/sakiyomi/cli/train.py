@@ -90,10 +90,11 @@ def _progress() -> Iterator[Report]:
         last = [""]
 
         def report(what: str, done: int, total: int) -> None:
-            if what != last[0]:
-                bars.reset(task, description=what, total=total or None)
-                last[0] = what
-            bars.update(task, completed=done, total=total or None)
+            kind = what.partition(":")[0]  # figures behind a colon change while the work goes on
+            if kind != last[0]:
+                bars.reset(task, total=total or None)
+                last[0] = kind
+            bars.update(task, description=what, completed=done, total=total or None)
 
         yield report
 
@@ -113,8 +114,8 @@ def _print(trained: Trained, drafter: str) -> None:
     counts = trained.counts
     console.print(
         f"text: {counts['documents']} documents, {counts['answers']} answers of {counts['answer_tokens']} tokens; "
-        f"dropped {counts['duplicates']} prompts that were there before and {counts['empty']} without words; "
-        f"{counts['loops']} answers ran into a loop"
+        f"{counts['loops']} of them ran into a loop; dropped {counts['duplicates']} prompts that were there before and "
+        f"{counts['empty']} without words"
     )
     if trained.measured is not None:
         _print_measured(console, trained.measured)

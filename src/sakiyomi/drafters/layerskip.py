@@ -69,21 +69,18 @@ class LayerskipDrafter(Drafter):
         self.num_tokens = config.num_speculative_tokens or 4
         self.model: Model | None = None
         num_layers = context.target.info.num_layers
-        exit_layer = config.exit_layer
-        if exit_layer is None and config.skip:
-            exit_layer = num_layers
-        if exit_layer is None:
-            exit_layer = self._read_choice(context)
-        if exit_layer is None:
+        if config.exit_layer is None and not config.skip:
+            self.model = self._read_choice(context)
             return
+        exit_layer = config.exit_layer or num_layers
         if exit_layer > num_layers:
             raise ParameterError(
                 f"exit_layer={exit_layer} is not allowed; {context.target.info.name} has {num_layers}."
             )
         self.model = context.target.shallow(exit_layer, parse_layers(config.skip))
 
-    def _read_choice(self, context: DrafterContext) -> int | None:
-        """The exit layer that was found best, or None where it does not pay."""
+    def _read_choice(self, context: DrafterContext) -> Model | None:
+        """The layers that were found best, or None where none pay."""
         choice = context.tuned.get("layerskip")
         name = context.target.info.name
         if choice is None:
@@ -101,7 +98,7 @@ class LayerskipDrafter(Drafter):
             return None
         if self.config.num_speculative_tokens is None:
             self.num_tokens = choice["num_speculative_tokens"]
-        return int(choice["exit_layer"])
+        return context.target.shallow(choice["exit_layer"], parse_layers(choice["skip"]))
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         model = self.model

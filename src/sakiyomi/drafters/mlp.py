@@ -76,7 +76,7 @@ class MlpDrafter(Drafter):
         self.ids = np.arange(self.vocab_size) if stored.vocabulary is None else stored.vocabulary.astype(np.int64)
         self.sharpness = float(stored.config.get("sharpness", 1.0))
         self.ops = lent.ops
-        self.net = MlpSpeculator.load(lent.ops, read_config(stored), stored.tensors, lent.embedding)
+        self.net = MlpSpeculator.load(lent.ops, read_config(stored), stored.tensors, lent.embedding, self.vocab_size)
         if HEAD in stored.tensors:
             self.head = lent.ops.weight(stored.tensors[HEAD])
         else:
@@ -186,7 +186,7 @@ def read_config(stored: DrafterFile) -> MlpConfig:
         CheckpointError: a number is missing or is none.
     """
     try:
-        numbers = {name: int(stored.config[name]) for name in ("hidden_size", "inner_size")}
+        numbers = {name: int(stored.config[name]) for name in ("hidden_size", "inner_size", "num_tokens")}
         return MlpConfig(**numbers, num_taps=len(stored.taps), eps=float(stored.config["eps"]))
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"the drafter's configuration {dict(stored.config)} is not that of an mlp.") from error

@@ -29,6 +29,8 @@ STEPS_PER_BIT = 16
 MIX1, MIX2, MIX3 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 MASK = (1 << 64) - 1
 CONTEXT_BYTES, WEIGHT_BYTES = 5, 1
+LEAST = 1e-6
+"""Shorter contexts that would share less than this are not asked."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +86,9 @@ class NgramTable:
             own = self._probs[self.weights[entries]]
             ids.append(self.tokens[entries])
             probs.append(own * left)
-            left *= max(1.0 - float(own.sum()), 0.0)
+            left *= 1.0 - float(own.sum())
+            if left < LEAST:
+                break
         if not ids:
             return Continuations(np.zeros(0, np.int64), np.zeros(0))
         merged, where = np.unique(np.concatenate(ids), return_inverse=True)
@@ -139,6 +143,12 @@ def _mix_all(x: Uint64s) -> Uint64s:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(MIX2)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(MIX3)
     return x ^ (x >> np.uint64(31))
+
+
+def _pair(contexts: Uint64s, tokens: Ints) -> Uint64s:
+    """Hashes of contexts with a token behind them."""
+    # Tokens are hashed from elsewhere than in contexts, where the same hash would cancel.
+    return _mix_all(contexts ^ _mix_all(tokens.astype(np.uint64) + np.uint64(1 << 40)))
 
 
 # ---------------------------------------------------------------------------------------------- counting
@@ -213,14 +223,14 @@ class TableCounter:
             min_count: n-grams of three tokens and more that were seen less often are left out.
         """
         levels = [self._level(length, min_count if length >= 2 else 1) for length in range(self.order)]
-        _keep_most_useful(levels, max_bytes, 2 if self.vocab_size <= 1 << 16 else 4)
+        _keep_most_useful(levels, max_bytes, 2 if self.vocab_size <= 1 << 16 else 4, 1 / self.vocab_size)
         return self._assemble(levels)
 
     def _level(self, length: int, min_count: int) -> _Level:
         contexts = np.concatenate(self._contexts[length] or [np.zeros(0, np.uint64)])
         shorter = np.concatenate(self._shorter[length] or [np.zeros(0, np.uint64)])
         labels = np.concatenate(self._labels[length] or [np.zeros(0, np.int64)])
-        pairs = _mix_all(contexts ^ _mix_all(labels.astype(np.uint64)))
+        pairs = _pair(contexts, labels)
         _, first, counts = np.unique(pairs, return_index=True, return_counts=True)
         contexts, shorter, labels = contexts[first], shorter[first], labels[first]
         order = np.lexsort((labels, -counts, contexts))
@@ -228,7 +238,7 @@ class TableCounter:
         starts = _starts_of_runs(contexts)
         totals = np.repeat(np.add.reduceat(counts, starts) if len(starts) else counts, _lengths(starts, len(counts)))
         rank = np.arange(len(counts)) - np.repeat(starts, _lengths(starts, len(counts)))
-        own = np.maximum(counts - _discount(counts), 0.0) / np.maximum(totals, 1)
+        own = np.maximum(counts - _discounts(counts), 0.0) / np.maximum(totals, 1)
         is_kept = (counts >= min_count) & (rank < MAX_ENTRIES) & (own >= 2.0 ** (-255 / STEPS_PER_BIT))
         return _Level(contexts, shorter, labels, counts.astype(np.int64), totals, own, is_kept)
 
@@ -257,32 +267,44 @@ class TableCounter:
         )
 
 
-def _discount(counts: Ints) -> float:
-    """Ney's estimate of the absolute discount from how many n-grams were seen once and twice."""
-    once, twice = int((counts == 1).sum()), int((counts == 2).sum())
-    return once / (once + 2 * twice) if once and twice else 0.5
+def _discounts(counts: Ints) -> npt.NDArray[np.float64]:
+    """For n-grams seen once, twice, and more often what to take off (Chen and Goodman, 1998)."""
+    seen = [int((counts == n).sum()) for n in range(1, 5)]
+    if not all(seen):
+        return np.full(len(counts), 0.5)
+    ratio = seen[0] / (seen[0] + 2 * seen[1])
+    amounts = [min(max(n - (n + 1) * ratio * seen[n] / seen[n - 1], 0.0), n - 0.1) for n in (1, 2, 3)]
+    found: npt.NDArray[np.float64] = np.array(amounts)[np.minimum(counts, 3) - 1]
+    return found
 
 
-def _keep_most_useful(levels: Sequence[_Level], max_bytes: int, token_bytes: int) -> None:
+def _keep_most_useful(levels: Sequence[_Level], max_bytes: int, token_bytes: int, uniform: float) -> None:
     """Drop the entries that say least beyond the shorter context, until the rest fits."""
     gains: list[npt.NDArray[np.float64]] = []
     for length, level in enumerate(levels):
-        below = _probabilities_below(levels[length - 1], level) if length else np.full(len(level.own), 1e-6)
+        below = _probabilities_below(levels[length - 1], level) if length else np.full(len(level.own), uniform)
         full = level.own + (1 - np.minimum(_kept_mass(level), 1.0)) * below
         gains.append(
             np.where(level.is_kept, level.counts * np.log(np.maximum(full, 1e-9) / np.maximum(below, 1e-9)), 0)
         )
-    sizes = [np.where(_is_first_kept(level), CONTEXT_BYTES, 0) + token_bytes + WEIGHT_BYTES for level in levels]
-    flat = np.concatenate([np.where(level.is_kept, gain, 0) for level, gain in zip(levels, gains, strict=True)])
-    bytes_of = np.concatenate(sizes)
-    order = np.argsort(-flat / bytes_of, kind="stable")
-    fits = np.cumsum(bytes_of[order]) <= max_bytes
+    flat = np.concatenate([gain if len(gain) else np.zeros(0) for gain in gains])
+    groups = np.concatenate([level.contexts + np.uint64(number) for number, level in enumerate(levels)])
+    order = np.argsort(-flat, kind="stable")[: int((flat > 0).sum())]
+    fitting = _count_fitting(groups[order], max_bytes, token_bytes + WEIGHT_BYTES)
     kept = np.zeros(len(flat), np.bool_)
-    kept[order[fits]] = flat[order[fits]] > 0
+    kept[order[:fitting]] = True
     first = 0
     for level in levels:
         level.is_kept &= kept[first : first + len(level.own)]
         first += len(level.own)
+
+
+def _count_fitting(contexts: Uint64s, max_bytes: int, entry_bytes: int) -> int:
+    """How many entries, from the first on, fit with the contexts that they need."""
+    _, first = np.unique(contexts, return_index=True)
+    sizes = np.full(len(contexts), entry_bytes, np.int64)
+    sizes[first] += CONTEXT_BYTES
+    return int(np.searchsorted(np.cumsum(sizes), max_bytes, side="right"))
 
 
 def _kept_mass(level: _Level) -> npt.NDArray[np.float64]:
@@ -295,21 +317,12 @@ def _kept_mass(level: _Level) -> npt.NDArray[np.float64]:
 
 def _probabilities_below(shorter: _Level, level: _Level) -> npt.NDArray[np.float64]:
     """For each entry of a level the probability of its token in the shorter context (that context's own part)."""
-    known = _mix_all(shorter.contexts ^ _mix_all(shorter.tokens.astype(np.uint64)))
-    wanted = _mix_all(level.shorter ^ _mix_all(level.tokens.astype(np.uint64)))
+    known = _pair(shorter.contexts, shorter.tokens)
+    wanted = _pair(level.shorter, level.tokens)
     order = np.argsort(known)
     where = np.minimum(np.searchsorted(known[order], wanted), max(len(known) - 1, 0))
     found = known[order][where] == wanted
     return np.where(found, shorter.own[order][where], 1e-6)
-
-
-def _is_first_kept(level: _Level) -> npt.NDArray[np.bool_]:
-    """Whether an entry is the first kept one of its context, which pays for the context."""
-    numbers = np.cumsum(level.is_kept)
-    starts = _starts_of_runs(level.contexts)
-    before: Ints = np.repeat(numbers[starts] - level.is_kept[starts], _lengths(starts, len(numbers)))
-    first: npt.NDArray[np.bool_] = level.is_kept & (numbers - before == 1)
-    return first
 
 
 def _starts_of_runs(values: npt.NDArray[Any]) -> Ints:

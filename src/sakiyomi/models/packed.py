@@ -138,9 +138,11 @@ def _is_current(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             magic, version, length, _ = PREFIX.unpack(file.read(PREFIX.size))
+            if magic != MAGIC or version != VERSION or length > path.stat().st_size:
+                return False
             files = json.loads(file.read(length))["source"]["files"]
-        return (magic, version) == (MAGIC, VERSION) and all(_identify(Path(file["path"])) == file for file in files)
-    except (OSError, ValueError, LookupError, TypeError, struct.error, MemoryError, OverflowError):
+        return all(_identify(Path(file["path"])) == file for file in files)
+    except (OSError, ValueError, LookupError, TypeError, struct.error):
         return False
 
 

@@ -151,8 +151,15 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpWeights:
-    """Weights of one step of a recurrent MLP speculator (nets/mlp.py); gate_up stacks gate and up: [2I, H]."""
+    """Weights of one step of a recurrent MLP speculator (nets/mlp.py); gate_up stacks gate and up: [2I, H].
 
+    Attributes:
+        tokens: what the step adds for a token of its own, [M, H], or None; its last row is 0.
+        token_rows: int32 [V], for each id the row of `tokens`; M - 1 for those without one.
+    """
+
+    tokens: Weight | None = None
+    token_rows: npt.NDArray[np.int32] | None = None
     fuse: Weight
     bias: Array
     inner_norm: Array
@@ -278,6 +285,8 @@ class Ops(ABC):
         hidden = len(weights.ones)
         normed = self.rms_norm(x.reshape(-1, hidden), weights.ones, weights.eps).reshape(num_rows, width)
         fused = self.linear(hide("fuse", normed), weights.fuse, weights.bias)
+        if weights.token_rows is not None:
+            fused = self.add(self.embed(weights.tokens, weights.token_rows[token_ids]), fused)
         inner = self.silu_mul(self.linear(self.rms_norm(fused, weights.inner_norm, weights.eps), weights.gate_up))
         return self.add(fused, self.linear(hide("down", inner), weights.down))
 

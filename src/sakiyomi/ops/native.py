@@ -247,7 +247,8 @@ class NativeOps(Ops):
         entry = self._mlp_steps.get(key)
         if entry is None or entry[0] is not weights:
             fields = (weights.fuse, weights.bias, weights.inner_norm, weights.gate_up, weights.down, weights.norm)
-            entry = (weights, _native.MlpStep((*fields, weights.ones), embedding, head, weights.eps))
+            tokens, rows = weights.tokens, weights.token_rows
+            entry = (weights, _native.MlpStep((*fields, weights.ones), embedding, head, tokens, rows, weights.eps))
             if len(self._mlp_steps) >= _MAX_STACKS:
                 self._mlp_steps.clear()
             self._mlp_steps[key] = entry

@@ -93,7 +93,7 @@ def law_of(logits: Float32s, history: History) -> Law:
     if history.params.is_greedy:
         return Law.one_hot(choose(logits, history), logits.size)
     ids, weights = weigh(logits, history)
-    return Law(ids, weights / weights.sum(), logits.size)
+    return Law(ids, weights / np.add.reduce(weights), logits.size)  # weights.sum() without its overhead
 
 
 def law_at(output: Output, i: int, history: History) -> Law:
@@ -118,19 +118,26 @@ class KeyedRandomness:
 
 
 class TargetLaws:
-    """The target's laws along a draft, each computed when it is first asked for."""
+    """The laws along a draft, the target's and the drafter's, each computed when it is first asked for."""
 
     def __init__(self, draft: Draft, output: Output, sequence: Sequence) -> None:
         self._draft = draft
         self._output = output
         self._sequence = sequence
         self._laws: dict[int, Law] = {}
+        self._drafted: dict[int, Law] = {}
 
     def after(self, node: int) -> Law:
         """The law of the token that follows `node` (-1: the root)."""
         if node not in self._laws:
             self._laws[node] = law_at(self._output, node + 1, path_history(self._draft, node, self._sequence))
         return self._laws[node]
+
+    def drafted(self, node: int) -> Law:
+        """The law that comes with `node` of a sampled draft."""
+        if node not in self._drafted:
+            self._drafted[node] = draft_law(self._draft, node, self.after(self._draft.parents[node]).vocab_size)
+        return self._drafted[node]
 
 
 def path_history(draft: Draft, node: int, sequence: Sequence) -> History:
@@ -153,7 +160,7 @@ def draft_law(draft: Draft, node: int, vocab_size: int) -> Law:
     assert draft.probs is not None
     probs = np.asarray(draft.probs[node], np.float64)
     ids = np.arange(vocab_size) if draft.probs_ids is None else np.asarray(draft.probs_ids[node])
-    total = float(probs.sum())
+    total = float(np.add.reduce(probs))
     return Law(ids, probs if abs(total - 1) <= 1e-12 else probs / total, vocab_size)
 
 

@@ -84,6 +84,7 @@ class Corpus:
         )
 
     def save(self, path: Path) -> None:
+        """Write one file, a compressed one where the path ends in .xz."""
         arrays = {
             "tokens": self.tokens,
             "offsets": self.offsets,
@@ -148,10 +149,11 @@ class CorpusBuilder:
 
 
 def join_corpora(parts: Sequence[Corpus], about: dict[str, Any]) -> Corpus:
-    """Corpora with the same group names under one another."""
+    """Corpora under one another."""
     num_documents = np.cumsum([0, *(len(part) for part in parts)])
     num_tokens = np.cumsum([0, *(part.num_tokens for part in parts)])
-    assert all(part.group_names == parts[0].group_names for part in parts), "parts of one corpus share their groups"
+    names = sorted({name for part in parts for name in part.group_names})
+    numbers = [np.array([names.index(name) for name in part.group_names], np.int64) for part in parts]
     spans = [part.spans + [first, 0, 0] for part, first in zip(parts, num_documents, strict=False)]
     offsets = [part.offsets[:-1] + first for part, first in zip(parts, num_tokens, strict=False)]
     return Corpus(
@@ -159,8 +161,8 @@ def join_corpora(parts: Sequence[Corpus], about: dict[str, Any]) -> Corpus:
         offsets=np.concatenate([*offsets, num_tokens[-1:]]).astype(np.int64),
         spans=np.concatenate(spans),
         is_looping=np.concatenate([part.is_looping for part in parts]),
-        groups=np.concatenate([part.groups for part in parts]),
+        groups=np.concatenate([new[part.groups] for part, new in zip(parts, numbers, strict=True)]),
         user_hashes=np.concatenate([part.user_hashes for part in parts]),
-        group_names=parts[0].group_names,
+        group_names=tuple(names),
         about=about,
     )

@@ -26,7 +26,7 @@ from sakiyomi.errors import ParameterError
 from sakiyomi.params import SamplingParams
 from sakiyomi.train.corpus import Corpus, CorpusBuilder, join_corpora
 from sakiyomi.train.estimate import Announce, Estimate, Report, announce_nothing, say_nothing
-from sakiyomi.train.files import check_room
+from sakiyomi.train.files import check_room, hash_file
 from sakiyomi.train.prompts import OWN, PLAIN, PassagePool, PromptBook, Task
 from sakiyomi.train.target import check_target, identify_target
 from sakiyomi.types import Cache
@@ -61,6 +61,7 @@ class DataConfig:
         conversations: a JSONL file of the user's own conversations in place of written prompts: one object per line
             with "messages" (role, content), or "prompt"; their answers are written anew.
         prompts: a TOML file of openers and templates in place of the package's own.
+        start_from: a text that was written before (`pack_text`), to go on from.
     """
 
     num_tokens: int = 2_500_000
@@ -80,6 +81,7 @@ class DataConfig:
     loop_tokens: int = 100
     conversations: str | None = None
     prompts: str | None = None
+    start_from: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_tokens", "batch", "unit_documents", "answer_tokens", "user_tokens"):
@@ -106,9 +108,10 @@ def write_corpus(
         ParameterError: settings or a target other than those of the units that are there, no room on the disk.
     """
     writer = _Writer(target, config, folder)
+    writer.unpack()
     units = writer.read_units()
     if writer.is_done(units):
-        return writer.join(units)
+        return _join(units)
     estimate = _estimate(target, config, sum(unit.num_tokens for unit in units))
     check_room(folder, estimate.disk_bytes, "the text")
     announce(estimate)
@@ -118,7 +121,7 @@ def write_corpus(
         unit = writer.write_unit(units, _Told(report, done, config.num_tokens))
         unit.save(writer.path(len(units)))
         units.append(unit)
-    return writer.join(units)
+    return _join(units)
 
 
 def load_corpus(folder: Path) -> Corpus:
@@ -131,6 +134,13 @@ def load_corpus(folder: Path) -> Corpus:
     if not paths:
         raise ParameterError(f"{folder} holds no text; run the stage data first.")
     return _join([Corpus.load(path) for path in paths])
+
+
+def pack_text(folder: Path, path: Path) -> Corpus:
+    """Put the text in a folder into one compressed file (.xz), to be kept and to go on from (`start_from`)."""
+    corpus = load_corpus(folder)
+    corpus.save(path)
+    return corpus
 
 
 def _estimate(target: LoadedModel, config: DataConfig, num_there: int) -> Estimate:
@@ -195,6 +205,8 @@ class _Writer:
         plain = asdict(replace(self.config, num_tokens=1))
         book = [asdict(one) for one in [*self.book.openers, *self.book.templates]]
         given = None if self.given is None else [asdict(task) for task in self.given]
+        if self.config.start_from is not None:
+            plain["start_from"] = hash_file(Path(self.config.start_from))
         return hashlib.sha256(json.dumps([plain, book, given], sort_keys=True).encode()).hexdigest()
 
     def new_cache(self, ids: Sequence[int]) -> Cache:
@@ -222,13 +234,18 @@ class _Writer:
             units.append(unit)
         return units
 
+    def unpack(self) -> None:
+        """Make the text to go on from the first unit."""
+        if self.config.start_from is None or self.path(0).exists():
+            return
+        packed = Corpus.load(Path(self.config.start_from))
+        check_target(packed.about["target"], self.identity, f"the text in {self.config.start_from}")
+        replace(packed, about={**packed.about, "settings": self.settings, "unit": 0}).save(self.path(0))
+
     def is_done(self, units: Sequence[Corpus]) -> bool:
         if self.given is not None and len(units) * self.config.unit_documents >= len(self.given):
             return True
         return sum(unit.num_tokens for unit in units) >= self.config.num_tokens
-
-    def join(self, units: Sequence[Corpus]) -> Corpus:
-        return _join(units)
 
     def write_unit(self, earlier: Sequence[Corpus], told: Callable[[int], None]) -> Corpus:
         """The next unit: as many dialogues at a time as the batch holds, a finished one makes room for another."""
@@ -420,12 +437,15 @@ class _Dialogue:
 
     def _end_answer(self, done: TokenSequence) -> TokenSequence | None:
         self._tokens = list(done.tokens)
-        is_looping = _is_periodic(done.tokens[-LOOP_TOKENS:], LOOP_TOKENS // 2) and done.num_new >= LOOP_TOKENS
+        is_cut = done.finish_reason == "abort"
+        is_looping = is_cut or (
+            done.num_new >= LOOP_TOKENS and _is_periodic(done.tokens[-LOOP_TOKENS:], LOOP_TOKENS // 2)
+        )
         self._answers.append((done.num_prompt, len(done.tokens), is_looping))
         self._counts.answers += 1
         self._counts.answer_tokens += done.num_new
         self._counts.loops += is_looping
-        self._counts.cut_loops += done.finish_reason == "abort"
+        self._counts.cut_loops += is_cut
         if is_looping or done.finish_reason != "stop" or self._target.tokenizer is None:
             return None
         text = self._target.tokenizer.decode(done.tokens[done.num_prompt :])
@@ -506,7 +526,7 @@ def _join(units: Sequence[Corpus]) -> Corpus:
         for name, count in unit.about["counts"].items():
             counts[name] = counts.get(name, 0) + count
     about = {**units[0].about, "counts": counts, "num_units": len(units)}
-    del about["unit"]
+    about.pop("unit", None)
     return join_corpora(units, about)
 
 

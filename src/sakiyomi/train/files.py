@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import lzma
 import os
 import shutil
 import tempfile
@@ -72,12 +73,18 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_arrays(path: Path, arrays: Mapping[str, npt.NDArray[Any]], about: Mapping[str, Any]) -> None:
-    """Write arrays and a JSON header as one safetensors file, the same bytes for the same content."""
-    from safetensors.numpy import save_file
+    """Write arrays and a JSON header as one safetensors file, the same bytes for the same content.
+
+    A path that ends in .xz is compressed (slowly; meant for token ids of two bytes).
+    """
+    from safetensors.numpy import save
 
     plain = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    data = save(plain, {"about": json.dumps(about, sort_keys=True)})
+    if path.suffix == ".xz":
+        data = lzma.compress(data, lzma.FORMAT_XZ, filters=_FILTERS)
     with replacing(path) as working:
-        save_file(plain, working, metadata={"about": json.dumps(about, sort_keys=True)})
+        working.write_bytes(data)
 
 
 def read_arrays(path: Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
@@ -86,15 +93,47 @@ def read_arrays(path: Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]
     Raises:
         CheckpointError: a file that is absent, cut short or of another kind.
     """
-    from safetensors import SafetensorError, safe_open
-
     try:
-        with safe_open(path, framework="numpy") as file:
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
-            about = json.loads((file.metadata() or {})["about"])
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        data = path.read_bytes()
+        if path.suffix == ".xz":
+            data = lzma.decompress(data, lzma.FORMAT_XZ)
+        return _split(np.frombuffer(data, np.uint8))
+    except (OSError, lzma.LZMAError, KeyError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); delete it and run the stage again.") from error
-    return arrays, about
+
+
+def map_arrays(path: Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
+    """What `write_arrays` wrote uncompressed, as read-only views of the file: pages are read when they are touched.
+
+    Raises:
+        CheckpointError: a file that is absent, cut short or of another kind.
+    """
+    try:
+        return _split(np.memmap(path, np.uint8, mode="r"))
+    except (OSError, KeyError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); delete it and run the stage again.") from error
+
+
+def _split(data: npt.NDArray[np.uint8]) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
+    """Arrays and header of a safetensors file."""
+    size = int.from_bytes(data[:8].tobytes(), "little")
+    header = json.loads(data[8 : 8 + size].tobytes())
+    about = json.loads(header.pop("__metadata__")["about"])
+    return {name: _view(data[8 + size :], entry) for name, entry in header.items()}, about
+
+
+def _view(data: npt.NDArray[np.uint8], entry: Mapping[str, Any]) -> npt.NDArray[Any]:
+    start, stop = entry["data_offsets"]
+    view: npt.NDArray[Any] = data[start:stop].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    return view
+
+
+_DTYPES = {
+    "F16": np.float16, "F32": np.float32, "I32": np.int32, "I64": np.int64, "BOOL": np.bool_, "U8": np.uint8,
+    "U16": np.uint16, "U32": np.uint32, "U64": np.uint64,
+}  # fmt: skip
+_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9, "lc": 0, "lp": 1, "pb": 1}]
+"""For pairs of bytes."""
 
 
 def hash_file(path: Path) -> str:
@@ -136,30 +175,3 @@ def describe_seconds(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
-def map_arrays(path: Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
-    """What `write_arrays` wrote, as read-only views of the file: pages are read when they are touched.
-
-    Raises:
-        CheckpointError: a file that is absent, cut short or of another kind.
-    """
-    try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size))
-        data = np.memmap(path, np.uint8, mode="r", offset=8 + size)
-        about = json.loads(header.pop("__metadata__")["about"])
-        arrays = {name: _view(data, entry) for name, entry in header.items()}
-    except (OSError, KeyError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); delete it and run the stage again.") from error
-    return arrays, about
-
-
-def _view(data: npt.NDArray[np.uint8], entry: Mapping[str, Any]) -> npt.NDArray[Any]:
-    start, stop = entry["data_offsets"]
-    view: npt.NDArray[Any] = data[start:stop].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
-    return view
-
-
-_DTYPES = {"F16": np.float16, "F32": np.float32, "I32": np.int32, "I64": np.int64, "BOOL": np.bool_, "U8": np.uint8}

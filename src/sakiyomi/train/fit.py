@@ -24,7 +24,7 @@ from torch import Tensor
 from sakiyomi.checkpoints.drafter import write_drafter
 from sakiyomi.errors import CheckpointError, ParameterError, SakiyomiError
 from sakiyomi.nets.binding import describe_target
-from sakiyomi.nets.mlp import HEAD, MlpConfig
+from sakiyomi.nets.mlp import HEAD, TOKEN_IDS, MlpConfig
 from sakiyomi.ops.native import quantize
 from sakiyomi.train.acceptance import (
     Acceptance,
@@ -58,6 +58,7 @@ class FitConfig:
 
     Args:
         inner_size: width of the inner layer.
+        own_tokens: ids that have trained vectors of their own, which cost a draft next to nothing.
         passes: how often training sees the data.
         rows_per_step: rows of a step at least; whole documents are taken.
         learning_rate: held for `constant_share` of the run after `warmup_steps`, then linear to 3 % of it.
@@ -82,6 +83,7 @@ class FitConfig:
     """
 
     inner_size: int = 512
+    own_tokens: int = 0
     passes: float = 3.0
     rows_per_step: int = 1200
     learning_rate: float = 3e-4
@@ -200,11 +202,14 @@ def fit_mlp(
         hidden_size=frozen.info.hidden_size,
         inner_size=config.inner_size,
         num_taps=len(shards.taps),
+        num_tokens=min(config.own_tokens, frozen.info.vocab_size),
         eps=frozen.eps,
     )
 
     def start(batches: list[Batch]) -> dict[str, Tensor]:
-        return solve_start(net, frozen, iter(batches), config.seed)
+        seen = np.concatenate([batch.tokens for batch in batches])
+        own = most_frequent(np.bincount(seen, minlength=frozen.info.vocab_size), net.num_tokens)
+        return solve_start(net, frozen, iter(batches), own, config.seed)
 
     run = Fit(config, frozen, shards, folder, lambda tensors: MlpTrainee(net, frozen, tensors), start, report, tell)
     run.train()
@@ -406,6 +411,8 @@ class Fit:
         if config.head_bits:
             rows = self.frozen.head[torch.from_numpy(self.vocabulary)].numpy()
             stored[HEAD] = _round(rows, config.head_bits)
+        if TOKEN_IDS in self.state.fixed:
+            stored[TOKEN_IDS] = self.state.fixed[TOKEN_IDS].numpy()
         return stored
 
     # ---- the state

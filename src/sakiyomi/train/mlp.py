@@ -13,13 +13,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from sakiyomi.nets.mlp import MlpConfig, MlpSpeculator
+from sakiyomi.nets.mlp import TOKEN_IDS, MlpConfig, MlpSpeculator, find_token_rows
 from sakiyomi.train.batches import Batch, Ints
 from sakiyomi.train.heads import Dropout, Frozen, keep_all
 from sakiyomi.train.ridge import RidgeSums, Solution
 
+SHRINKAGE = 8.0
+"""Rows that a token's own vector must outweigh before it is half believed."""
 MOMENTS = ("start.mean", "start.std", "advance.mean", "advance.std")
 
 
@@ -35,6 +38,9 @@ class MlpTrainee:
     def __init__(self, config: MlpConfig, frozen: Frozen, tensors: Mapping[str, Tensor]) -> None:
         self.config = config
         self.frozen = frozen
+        self.token_ids = tensors.get(TOKEN_IDS)
+        rows = None if self.token_ids is None else find_token_rows(self.token_ids.numpy(), frozen.info.vocab_size)
+        self._token_rows = rows
         self.moments = {name: tensors[name].clone() for name in MOMENTS}
         self.parameters = {name: tensors[name].clone().requires_grad_() for name in config.shapes()}
 
@@ -51,9 +57,12 @@ class MlpTrainee:
 
     def export(self) -> tuple[Mapping[str, Any], dict[str, npt.NDArray[np.float32]]]:
         with torch.no_grad():
-            weights = {name: weight.numpy() for name, weight in self._weights().items()}
-        config = {name: getattr(self.config, name) for name in ("hidden_size", "inner_size", "eps")}
-        return config, {name: weight.astype(np.float32) for name, weight in weights.items()}
+            weights = {name: weight.numpy().astype(np.float32) for name, weight in self._weights().items()}
+        for name in weights:
+            if name.endswith(".tokens"):
+                weights[name] = weights[name][:-1]
+        names = ("hidden_size", "inner_size", "num_tokens", "eps")
+        return {name: getattr(self.config, name) for name in names}, weights
 
     def _net(self, dropout: Dropout) -> MlpSpeculator:
         def hide(name: str, x: Tensor) -> Tensor:
@@ -61,9 +70,9 @@ class MlpTrainee:
             mean = self.moments.get(f"{name}.mean")
             return dropout(x) if mean is None else mean + dropout(x - mean)
 
-        return MlpSpeculator(
-            self.frozen.ops, self.config, self._weights(), self.frozen.embedding, None if dropout is keep_all else hide
-        )
+        wanted = None if dropout is keep_all else hide
+        frozen = self.frozen
+        return MlpSpeculator(frozen.ops, self.config, self._weights(), frozen.embedding, self._token_rows, wanted)
 
     def _weights(self) -> dict[str, Tensor]:
         """The weights that the net runs with."""
@@ -72,31 +81,78 @@ class MlpTrainee:
             scaled = weights[f"{name}.weight"] / self.moments[f"{name}.std"]
             weights[f"{name}.weight"] = scaled
             weights[f"{name}.bias"] = weights[f"{name}.bias"] - scaled @ self.moments[f"{name}.mean"]
+            if self.token_ids is not None:
+                weights[f"{name}.tokens"] = F.pad(weights[f"{name}.tokens"], (0, 0, 0, 1))
         return weights
 
 
-def solve_start(config: MlpConfig, frozen: Frozen, batches: Iterator[Batch], seed: int) -> dict[str, Tensor]:
+def solve_start(
+    config: MlpConfig, frozen: Frozen, batches: Iterator[Batch], token_ids: Ints, seed: int
+) -> dict[str, Tensor]:
     """The closed-form start: parameters and moments of a net that is a linear regression.
 
     The first matrix maps taps and token to the direction of the target's last state one position on. The second does so
-    from what the first one says, so that it is ready for the errors it will meet. The inner layer begins at zero.
+    from what the first one says, so that it is ready for the errors it will meet. A token's own vector begins as the
+    mean of what the regression leaves over behind it, shrunk where the token is rare. The inner layer begins at zero.
 
     Args:
-        batches: read twice; give an iterator over a list.
+        token_ids: ascending ids [M] that have vectors of their own.
     """
-    kept = list(batches)
-    hidden = config.hidden_size
-    starts = RidgeSums((config.num_taps + 1) * hidden, hidden)
-    for batch in kept:
-        rows = batch.rows(0)
-        starts.add(_inputs(frozen, batch.taps[rows], batch.tokens[rows + 1]), _goals(frozen, batch, rows + 1))
-    first = starts.solve()
-    advances = RidgeSums(2 * hidden, hidden)
-    for batch in kept:
-        rows = batch.rows(1)
-        guesses = _apply(first, _inputs(frozen, batch.taps[rows], batch.tokens[rows + 1]))
-        advances.add(_inputs(frozen, guesses, batch.tokens[rows + 2]), _goals(frozen, batch, rows + 2))
-    return _assemble(config, frozen, first, advances.solve(), seed)
+    kept, hidden = list(batches), config.hidden_size
+
+    def pairs(step: int) -> Iterator[tuple[Tensor, Tensor, Any]]:
+        """Inputs, goals and known tokens of a step, whose states come from the step before."""
+        for batch in kept:
+            rows = batch.rows(step)
+            known = batch.tokens[rows + 1 + step]
+            left = batch.taps[rows]
+            if step > 0:
+                before = batch.tokens[rows + step]
+                left = _apply(first, _inputs(frozen, left, before)) + _look_up(first_own, token_ids, before)
+            yield _inputs(frozen, left, known), _goals(frozen, batch, rows + 1 + step), known
+
+    first = _solve((config.num_taps + 1) * hidden, hidden, pairs(0))
+    first_own = _average_rest(first, token_ids, pairs(0))
+    second = _solve(2 * hidden, hidden, pairs(1))
+    tensors = _assemble(config, frozen, first, second, seed)
+    if config.num_tokens:
+        tensors |= {
+            TOKEN_IDS: torch.from_numpy(token_ids.astype(np.int32)),
+            "start.tokens": first_own,
+            "advance.tokens": _average_rest(second, token_ids, pairs(1)),
+        }
+    return tensors
+
+
+def _solve(num_inputs: int, num_outputs: int, pairs: Iterator[tuple[Tensor, Tensor, Any]]) -> Solution:
+    sums = RidgeSums(num_inputs, num_outputs)
+    for x, y, _ in pairs:
+        sums.add(x, y)
+    return sums.solve()
+
+
+def _average_rest(solution: Solution, token_ids: Ints, pairs: Iterator[tuple[Tensor, Tensor, Any]]) -> Tensor:
+    """For each token with a vector of its own the shrunk mean [M, H] of what a regression leaves over behind it."""
+    rest = torch.zeros(len(token_ids) + 1, len(solution.bias))
+    counts = torch.zeros(len(token_ids) + 1)
+    if not len(token_ids):
+        return rest[:-1]
+    for x, y, known in pairs:
+        rows = _own_rows(token_ids, known)
+        rest.index_add_(0, rows, y - _apply(solution, x))
+        counts.index_add_(0, rows, torch.ones(len(rows)))
+    return (rest / (counts + SHRINKAGE)[:, None])[:-1].contiguous()
+
+
+def _look_up(own: Tensor, token_ids: Ints, known: Any) -> Tensor:
+    return F.pad(own, (0, 0, 0, 1))[_own_rows(token_ids, known)]
+
+
+def _own_rows(token_ids: Ints, known: Any) -> Tensor:
+    rows = np.searchsorted(token_ids, known)
+    is_own = rows < len(token_ids)
+    is_own[is_own] = token_ids[rows[is_own]] == known[is_own]
+    return torch.from_numpy(np.where(is_own, rows, len(token_ids)))
 
 
 def _assemble(config: MlpConfig, frozen: Frozen, first: Solution, second: Solution, seed: int) -> dict[str, Tensor]:

@@ -12,7 +12,6 @@ from sakiyomi.sampling.distributions import (
     SampledRule,
     TargetLaws,
     accept_path,
-    draft_law,
     is_accepted,
 )
 from sakiyomi.tree import Draft
@@ -40,7 +39,7 @@ class BlockVerifier(SampledRule):
         p = laws.after(length - 1)
         if length == len(draft):
             return p, ratio, 1.0 - ratio
-        rest, mass = p.residual(draft_law(draft, length, p.vocab_size), ratio)
+        rest, mass = p.residual(laws.drafted(length), ratio)
         # sum (q - ratio p)+ = mass + 1 - ratio; where both are 0 the two laws agree and so does every longer prefix.
         return (rest, 1.0, 0.0) if ratio == 1 else (rest, mass, 1.0 - ratio)
 
@@ -52,9 +51,7 @@ def joint_ratios(draft: Draft, laws: TargetLaws) -> list[float]:
     """
     ratios = [1.0]
     for node, token in enumerate(draft.tokens):
-        p = laws.after(node - 1)
-        q = draft_law(draft, node, p.vocab_size)
-        ratio = min(1.0, ratios[-1] * p.probability(token) / q.probability(token))
+        ratio = min(1.0, ratios[-1] * laws.after(node - 1).probability(token) / laws.drafted(node).probability(token))
         if ratio <= 0:
             break
         ratios.append(ratio)

@@ -11,7 +11,6 @@ from sakiyomi.sampling.distributions import (
     SampledRule,
     TargetLaws,
     accept_path,
-    draft_law,
     is_accepted,
 )
 from sakiyomi.tree import Draft
@@ -26,8 +25,7 @@ class RejectionVerifier(SampledRule):
 
     def judge(self, draft: Draft, laws: TargetLaws, sequence: Sequence) -> Verdict:
         for node, token in enumerate(draft.tokens):
-            p = laws.after(node - 1)
-            q = draft_law(draft, node, p.vocab_size)
+            p, q = laws.after(node - 1), laws.drafted(node)
             if not is_accepted(self.randomness, sequence, node, p.probability(token), q.probability(token)):
                 rest, _ = p.residual(q)
                 return accept_path(draft, tuple(range(node)), rest.draw(self.randomness, sequence, node - 1))

@@ -7,6 +7,7 @@ the layers see side by side; a 4-D mask says which row sees which. Windows and c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -114,6 +115,7 @@ def group_spans(spans: Sequence[Span]) -> list[list[Span]]:
 # ---------------------------------------------------------------------------------------------- what a row sees
 
 
+@dataclass(frozen=True, slots=True)
 class Kind:
     """What the rows of a layer see.
 
@@ -122,15 +124,8 @@ class Kind:
         size: positions of a window (the row's own included) or of a chunk; None where a row sees all.
     """
 
-    def __init__(self, name: str, size: int | None = None) -> None:
-        self.name = name
-        self.size = size
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Kind) and (self.name, self.size) == (other.name, other.size)
-
-    def __hash__(self) -> int:
-        return hash((self.name, self.size))
+    name: str
+    size: int | None = None
 
     def first_seen(self, position: int) -> int:
         """The first position that a row at `position` sees."""
@@ -145,7 +140,7 @@ def read_kinds(config: Any) -> list[Kind | None]:
     """For each layer what its rows see; None for a layer without keys of its own.
 
     Raises:
-        ParameterError: a layer of another kind, or two sizes of one kind.
+        ParameterError: a layer of another kind, two sizes of one kind, or two kinds without names.
     """
     layers = DynamicCache(config=config).layers
     names = getattr(config, "layer_types", None) or [None] * len(layers)
@@ -153,8 +148,8 @@ def read_kinds(config: Any) -> list[Kind | None]:
     sizes: Mapping[str, set[int | None]] = {kind.name: set() for kind in kinds if kind is not None}
     for kind in filter(None, kinds):
         sizes[kind.name].add(kind.size)
-    if not sizes or any(len(found) > 1 for found in sizes.values()):
-        raise ParameterError("this model's layers have windows of different sizes.")
+    if not sizes or any(len(found) > 1 for found in sizes.values()) or (names[0] is None and len(sizes) > 1):
+        raise ParameterError("this model's layers see in different ways that have no names to give masks by.")
     return kinds
 
 
