@@ -299,7 +299,7 @@ void bind_ops(nanobind::module_& m) {
     using namespace sakiyomi;
     using nb::arg;
     m.def("isas", [] { return available_isas(); }, "Instruction sets that run here, narrowest first, separated by blanks.");
-    m.def("isa", [] { return kernels().name; }, "The instruction set in use: portable, avx2, avx512 or amx.");
+    m.def("isa", [] { return kernels().name; }, "The instruction set in use: portable, avx2 or avx512.");
     m.def("linear", &linear, arg("x").noconvert(), arg("weight"), arg("bias").noconvert().none(), arg("out").noconvert(),
           arg("threads"), arg("fine") = false);
     m.def("rms_norm", &rms_norm, arg("x").noconvert(), arg("weight").noconvert(), arg("eps"), arg("out").noconvert(),
