@@ -100,7 +100,6 @@ extern const Kernels kPortableKernels;
 #ifdef SAKIYOMI_X86
 extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
-extern const Kernels kAmxKernels;
 #endif
 
 // The table in use: the widest that the machine runs, or the one that SAKIYOMI_ISA names. Throws std::invalid_argument.
