@@ -96,24 +96,41 @@ class HeadRunner:
     def catch_up(self, memos: Seq[HeadMemo], sequences: Seq[Sequence]) -> None:
         """Feed all waiting rows."""
         late = [(memo, sequence) for memo, sequence in zip(memos, sequences, strict=True) if memo.waiting]
-        if not late:
-            return
-        taps = [join_rows(memo.waiting) for memo, _ in late]
-        starts = [memo.cache.length for memo, _ in late]
-        tokens = [
-            sequence.tokens[start + 1 : start + 1 + len(rows)]
-            for (_, sequence), start, rows in zip(late, starts, taps, strict=True)
-        ]
-        features = self.head.fuse(join_rows(taps))
-        positions = [np.arange(start, start + len(rows)) for start, rows in zip(starts, taps, strict=True)]
-        bounds = _bounds([len(rows) for rows in taps])
+        if late:
+            self._feed([memo for memo, _ in late], [sequence for _, sequence in late], 0)
+
+    def look_ahead(self, memos: Seq[HeadMemo], sequences: Seq[Sequence], num_ahead: int) -> list[Array]:
+        """Feed all waiting rows and behind them placeholder rows, as P-EAGLE drafts; those are dropped again.
+
+        Returns:
+            For each sequence what the language-model head reads at its last row and at the placeholders
+            [1 + num_ahead, H].
+        """
+        return self._feed(memos, sequences, num_ahead)
+
+    def _feed(self, memos: Seq[HeadMemo], sequences: Seq[Sequence], num_ahead: int) -> list[Array]:
+        counts = [memo.num_waiting for memo in memos]
+        if sum(counts) + num_ahead == 0:
+            return [memo.last[0] for memo in memos if memo.last is not None]
+        rows = [_Rows.of(memo, sequence, num_ahead, self.head) for memo, sequence in zip(memos, sequences, strict=True)]
+        bounds = (0, *np.cumsum([len(part.token_ids) for part in rows]).tolist())
         read, states = self.run(
-            [memo for memo, _ in late], _ints(tokens), features, _ints(positions), Causal(bounds), bounds
+            memos,
+            np.concatenate([part.token_ids for part in rows]),
+            join_rows([part.features for part in rows if len(part.token_ids)]),
+            np.concatenate([part.positions for part in rows]),
+            Causal(bounds),
+            bounds,
         )
-        for (memo, _), first, end in zip(late, bounds, bounds[1:], strict=False):
-            memo.cache.keep(range(end - first))
+        results = []
+        for memo, first, count, end in zip(memos, bounds, counts, bounds[1:], strict=False):
+            memo.cache.keep(range(count))
             memo.waiting.clear()
-            memo.last = (read[end - 1 : end], states[end - 1 : end])
+            if count:
+                memo.last = (read[first + count - 1 : first + count], states[first + count - 1 : first + count])
+            assert memo.last is not None, "a head begins with a row of the target's"
+            results.append(join_rows([memo.last[0], read[first + count : end]]) if num_ahead else memo.last[0])
+        return results
 
     def run(
         self, memos: Seq[HeadMemo], token_ids: Ints, features: Array, positions: Ints, mask: Mask, bounds: Seq[int]
@@ -123,6 +140,25 @@ class HeadRunner:
             memo.cache.reserve(end - first)
         past = Past([memo.cache.slots() for memo in memos])
         return self.head.forward(token_ids, features, positions, past, mask)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The waiting rows of one sequence, and placeholders behind them."""
+
+    token_ids: Ints
+    positions: Ints
+    features: Array
+
+    @classmethod
+    def of(cls, memo: HeadMemo, sequence: Sequence, num_ahead: int, head: EagleHead) -> _Rows:
+        start, count = memo.cache.length, memo.num_waiting
+        tokens = [*sequence.tokens[start + 1 : start + 1 + count], *[head.config.mask_token_id or 0] * num_ahead]
+        parts = [head.fuse(join_rows(memo.waiting))] if count else []
+        if num_ahead:
+            parts.append(head.placeholders(num_ahead))
+        positions = np.arange(start, start + len(tokens), dtype=np.int32)
+        return cls(np.array(tokens, np.int32), positions, join_rows(parts) if parts else None)
 
 
 @dataclass(frozen=True)
@@ -188,11 +224,3 @@ def join_rows(parts: Seq[Array]) -> Array:
         joined[first : first + len(part)] = part
         first += len(part)
     return joined
-
-
-def _bounds(counts: Seq[int]) -> tuple[int, ...]:
-    return (0, *np.cumsum(counts).tolist())
-
-
-def _ints(parts: Seq[Seq[int] | npt.NDArray[np.int_]]) -> Ints:
-    return np.concatenate([np.asarray(part, np.int32) for part in parts]).astype(np.int32)
