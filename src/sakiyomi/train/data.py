@@ -461,7 +461,7 @@ class _Dialogue:
         """A sequence over `ids` that takes over what `done` has computed of them."""
         info = self._target.model.info
         if len(ids) + (params.max_tokens or 0) >= info.max_model_len:
-            params = replace(params, max_tokens=max(info.max_model_len - len(ids) - 1, 1))
+            params = replace(params, max_tokens=max(info.max_model_len - len(ids), 1))
         if len(ids) + 2 >= info.max_model_len:
             self._counts.empty += 1
             return None
