@@ -132,6 +132,8 @@ def test_measured_is_what_the_loop_accepts(chat_target: LoadedModel, finished: P
         assert one.mean_acceptance_length > 0.6 * (one.length + 1)
         assert one.low <= one.mean_acceptance_length <= one.high
         assert all(share == pytest.approx(1, abs=0.35) for share in one.conditional)
+    with pytest.raises(ParameterError, match="suffix drafted nothing"):
+        measure_drafter(chat_target, "suffix", {"min_match": 1000}, prompts, config)
     with pytest.raises(ParameterError, match="nothing to measure on"):
         measure_drafter(chat_target, "none", {}, [], config)
 
