@@ -1,7 +1,7 @@
 """Stage `measure`: what a drafter reaches in the real decoding loop, on prompts that it was not made from.
 
-For each temperature, rule and draft length: how many tokens a step emits, how often the first, second, ... drafted token
-is accepted, and the same for each kind of text; beside it a drafter that needs no training.
+For each temperature, rule and draft length: how many tokens a step emits, how often the first, second, ... token of a
+draft is accepted, and the same for each kind of text; beside it a drafter that needs no training.
 """
 
 from __future__ import annotations
