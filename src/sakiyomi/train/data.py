@@ -417,7 +417,7 @@ class _Dialogue:
             self._counts.empty += 1
             return None
         if not self._messages:
-            self._user_hash = _hash_text(text)
+            self._user_hash = hash_user_turn(text)
             if self._user_hash in self._seen:
                 self._counts.duplicates += 1
                 return None
@@ -515,7 +515,8 @@ def _end_sentence(text: str, num_head: int) -> str:
     return text[: end + 1] if end > num_head else text
 
 
-def _hash_text(text: str) -> int:
+def hash_user_turn(text: str) -> int:
+    """64 bits of a user's turn, the same whatever its case and spaces."""
     words = " ".join(text.lower().split())
     return int.from_bytes(hashlib.blake2b(words.encode("utf-8", "replace"), digest_size=8).digest(), "little")
 

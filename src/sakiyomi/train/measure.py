@@ -1,7 +1,7 @@
 """Stage `measure`: what a drafter reaches in the real decoding loop, on prompts that it was not made from.
 
-For each temperature, rule and draft length: how many tokens a step emits, how often the draft's first, second, ... token
-is accepted, and the same for each kind of text; beside it a drafter that needs no training.
+For each temperature, rule and draft length: how many tokens a step emits, how often the first, second, ... token of a
+draft is accepted, and the same for each kind of text; beside it a drafter that needs no training.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ class Measurement:
     verifier: str
     num_prompts: int
     num_steps: int
+    num_draft_tokens: int
     mean_acceptance_length: float
     low: float
     high: float
@@ -146,6 +147,11 @@ def measure_drafter(
     for number, run in enumerate(runs):
         report(f"measuring {run.name} at temperature {run.temperature:g}", number, len(runs))
         results.append(run.measure(prompts))
+        if run.name == name and not results[-1].num_draft_tokens:
+            raise ParameterError(
+                f"{name} drafted nothing in {results[-1].num_steps} steps; it failed (see the warnings), or "
+                "min_confidence is too high."
+            )
     report("measured", len(runs), len(runs))
     return results
 
@@ -194,6 +200,7 @@ class _Run:
             verifier=self.verifier,
             num_prompts=len(prompts),
             num_steps=int(steps.sum()),
+            num_draft_tokens=sum(one.num_draft_tokens for one in stats),
             mean_acceptance_length=float(1 + accepted.sum() / max(steps.sum(), 1)),
             low=float(low),
             high=float(high),
