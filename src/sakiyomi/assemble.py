@@ -449,7 +449,7 @@ def _side(loaded: LoadedModel) -> Side:
 
 # ---------------------------------------------------------------------------------------------- vLLM's keys
 
-METHODS = {"ngram": "ngram", "draft_model": "model", "suffix": "suffix"}
+METHODS = {"ngram": "ngram", "draft_model": "model", "suffix": "suffix", "mlp_speculator": "mlp"}
 SUFFIX_KEYS = {"suffix_decoding_min_token_prob": "min_confidence"}
 IGNORED_KEYS = (
     "draft_tensor_parallel_size",
@@ -493,6 +493,8 @@ def read_speculative_config(config: Mapping[str, Any]) -> tuple[str, dict[str, A
         if not model:
             raise ParameterError("speculative_config: method=draft_model needs the key model, the drafting model.")
         return "model", {"model": model, **options}
+    if method == "mlp_speculator":
+        return "mlp", options if model is None else {"path": model, **options}
     if method == "suffix":
         return "suffix", options | {SUFFIX_KEYS[key]: config[key] for key in SUFFIX_KEYS if config.get(key) is not None}
     longest, shortest = config.get("prompt_lookup_max"), config.get("prompt_lookup_min")
