@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence as Seq
-from math import pow
 from statistics import median
 
 import numpy as np
@@ -35,7 +35,7 @@ def prior_cost(num_rows: int, context: float) -> float:
 
     Up to 8 rows go through one tile; attention reads the context for each row, though not from memory.
     """
-    return 1 + 0.085 * (num_rows - 1) + 0.06 * max(num_rows - 8, 0) + 2.2e-4 * context * pow(num_rows, 0.6)
+    return 1 + 0.085 * (num_rows - 1) + 0.06 * max(num_rows - 8, 0) + 2.2e-4 * context * math.pow(num_rows, 0.6)
 
 
 class PassCosts:
