@@ -40,6 +40,7 @@ class TransformersPeer:
     """
 
     def __init__(self, loaded: LoadedModel, assistant: Path | None = None, threads: int | None = None) -> None:
+        os.environ.setdefault("TQDM_DISABLE", "1")  # stderr is for our own bar
         try:
             import torch
             import transformers
