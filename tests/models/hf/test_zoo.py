@@ -172,7 +172,7 @@ def test_taps_are_the_hidden_states(name: str, norm: str) -> None:
         assert torch.allclose(other.get_submodule(norm)(last), states[2][0], atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma3", "jamba"])
+@pytest.mark.parametrize("name", ["gpt2", "gemma3", "mamba"])
 def test_a_shallow_model_is_the_first_layers(name: str) -> None:
     model = model_of(name)
     tokens = list(range(2, 14))
