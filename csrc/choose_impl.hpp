@@ -11,6 +11,7 @@ using sakiyomi::kChooseBlock;
 using sakiyomi::NoiseKey;
 using sakiyomi::ScoreRule;
 
+enum { kScanAhead = 1024 };  // logits
 enum { kVectors = kChooseBlock / 16, kSumLanes = 16 };
 
 #ifndef SAKIYOMI_HAS_WIDE_LANES
@@ -69,6 +70,8 @@ inline void store_words(uint32_t* out, Vw a, Vw b, Vw c, Vw d) {
 bool scan_blocks(const float* x, int64_t num_blocks, float* maxima) {
     uint32_t nans = 0;
     for (int64_t block = 0; block < num_blocks; ++block, x += kChooseBlock) {
+        // The other threads' logits are still in their caches, which answer late.
+        for (int i = 0; i < kChooseBlock; i += 16) prefetch(x + kScanAhead + i);
         const Vf a = load(x), b = load(x + 16), c = load(x + 32), d = load(x + 48);
         nans |= lanes_unordered(a, b) | lanes_unordered(c, d);
         maxima[block] = reduce_max(max(max(a, b), max(c, d)));
