@@ -646,6 +646,8 @@ def test_a_long_prompt_over_a_large_vocabulary_needs_little_memory() -> None:
     [
         (None, {}, ("auto", {})),
         ({"method": "ngram", "num_speculative_tokens": 3}, {}, ("ngram", {"num_speculative_tokens": 3})),
+        ({"method": "mlp_speculator", "model": "a.safetensors"}, {}, ("mlp", {"path": "a.safetensors"})),
+        ({"method": "mlp_speculator", "num_speculative_tokens": 2}, {}, ("mlp", {"num_speculative_tokens": 2})),
         ({"method": "ngram", "prompt_lookup_max": 5}, {}, ("ngram", {"max_ngram": 5, "min_ngram": 5})),
         (
             {"model": "[ngram]", "prompt_lookup_max": 4, "prompt_lookup_min": 2},
