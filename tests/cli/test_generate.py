@@ -28,7 +28,7 @@ def test_defaults_are_greedy_and_without_a_cap(run, llm) -> None:
     prompt, params = llm.asked[0]
     assert prompt == [5], "the chat template was not applied"
     assert (params.temperature, params.max_tokens, params.seed) == (0.0, None, None)
-    assert (llm.options.model, llm.options.drafter, llm.options.verifier) == ("smollm2", "suffix", "match")
+    assert (llm.options.model, llm.options.drafter, llm.options.verifier) == ("smollm2", "auto", "match")
 
 
 EVERY_OPTION = """

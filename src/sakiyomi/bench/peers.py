@@ -40,6 +40,7 @@ class TransformersPeer:
     """
 
     def __init__(self, loaded: LoadedModel, assistant: Path | None = None, threads: int | None = None) -> None:
+        os.environ.setdefault("TQDM_DISABLE", "1")  # stderr is for our own bar
         try:
             import torch
             import transformers
@@ -48,14 +49,15 @@ class TransformersPeer:
                 f"--peer transformers needs torch and transformers ({error.name} is not installed); run "
                 f"{advise_extra('torch')} and pip install transformers."
             ) from error
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
+        library: Any = transformers
+        library.logging.set_verbosity_error()
+        library.logging.disable_progress_bar()
         if threads is not None:
             torch.set_num_threads(threads)
         self._torch = torch
         self._end_ids = list(loaded.model.info.end_token_ids)
-        self._model = _load(transformers, torch, loaded.path)
-        self._assistant = None if assistant is None else _load(transformers, torch, assistant)
+        self._model = _load(library, torch, loaded.path)
+        self._assistant = None if assistant is None else _load(library, torch, assistant)
         self._num_passes = 0
         self._model.register_forward_hook(self._count)
 

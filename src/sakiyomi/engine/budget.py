@@ -1,6 +1,6 @@
 """How much to draft and how much of it to check, per sequence and step, from measured costs and acceptance.
 
-Two questions, in this order (notes on both in docs/drafters.md):
+Two questions, in this order (see docs/drafters.md):
 
 1. Whom to ask, for how many nodes? A source that costs next to nothing is always asked. Another one is asked for the
    number of nodes whose expected gain is largest, by its acceptance at each depth and the measured cost of drafting and
@@ -15,6 +15,7 @@ what came before, and it is checked whole. So rules that keep the distribution k
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -49,7 +50,9 @@ MIN_PAUSE, MAX_PAUSE = 8, 64
 """Steps between two trials of a source that is off; it is noticed within the latter that it turned good."""
 
 NUM_PLAIN, PLAIN_PAUSE = 3, 256
-"""Plain steps that are made at first, and steps behind which there is another, so that what they cost is known."""
+"""Plain steps of one sequence that are made at first (of several one), and steps behind which there is another.
+
+Without them a run that always drafts would not know what its drafts cost."""
 
 FADE_RATE = 0.97
 """Of the run's speed: some thirty steps count."""
@@ -146,6 +149,7 @@ class AdaptiveBudget:
         self._sources = [_Source(source) for source in drafter.sources()]
         self._passes = PassCosts()
         self._outlooks: WeakKeyDictionary[Sequence, list[_Outlook]] = WeakKeyDictionary()
+        self._num_plain: Counter[int] = Counter()
         self._since_plain = 0
         self._tokens = self._steps = 1.0  # of late, in tokens per sequence and in plain steps' time
 
@@ -158,7 +162,7 @@ class AdaptiveBudget:
         if not any(caps):
             return plan
         started = self._clock()
-        if len(sequences) == 1 and (self._passes.num_plain < NUM_PLAIN or self._since_plain >= PLAIN_PAUSE):
+        if self._must_be_plain(len(sequences)):
             return plan
         for number in range(len(self._sources)):
             self._ask(number, sequences, caps, info, plan, curve)
@@ -166,6 +170,11 @@ class AdaptiveBudget:
             self._choose(plan, caps, len(sequences), curve)
         plan.draft_s = self._clock() - started
         return plan
+
+    def _must_be_plain(self, num_sequences: int) -> bool:
+        """Whether too little is known of steps without drafts."""
+        needed = NUM_PLAIN if num_sequences == 1 else 1
+        return self._num_plain[num_sequences] < needed or self._since_plain >= PLAIN_PAUSE
 
     def _rate(self, num_sequences: int, curve: Seq[float]) -> float:
         """Tokens per second of late, as they would be with today's times."""
@@ -211,6 +220,7 @@ class AdaptiveBudget:
             return 0
         if not source.costs.is_known:
             return min(cap, FIRST_ASKED)
+        outlook.is_trial = False
         if self._is_free(source, curve):
             return min(cap, MAX_DRAFT_NODES)
         rate = self._rate(num_sequences, curve)
@@ -221,20 +231,21 @@ class AdaptiveBudget:
             worth = gain - rate * (source.costs.seconds(count) + verify_s)
             if worth > best_worth:
                 best, best_worth = count, worth
-        outlook.is_trial = best == 0
         if best > 0:
             outlook.pause = MIN_PAUSE
             return best
-        return int(self._is_due(source, outlook, sequence, curve))
+        outlook.is_trial = self._is_due(source, outlook, sequence, curve)
+        return int(outlook.is_trial)
 
     def _is_free(self, source: _Source, curve: Seq[float]) -> bool:
         return source.costs.is_known and source.costs.least <= FREE_SHARE * curve[1]
 
     def _is_due(self, source: _Source, outlook: _Outlook, sequence: Sequence, curve: Seq[float]) -> bool:
         """Whether to try a source that does not seem to pay."""
+        if outlook.pause == 1:  # the trial before this one went well
+            return True
         fair = source.costs.seconds(1) / (EXPLORED_SHARE * curve[1])
-        pause = max(outlook.pause, min(fair, MAX_PAUSE))
-        return sequence.num_steps - outlook.last_asked >= (pause if outlook.pause > 1 else 1)
+        return sequence.num_steps - outlook.last_asked >= max(outlook.pause, min(fair, MAX_PAUSE))
 
     def _choose(self, plan: Plan, caps: Seq[int], num_sequences: int, curve: Seq[float]) -> None:
         """Keep the nodes that are worth their time."""
@@ -266,7 +277,9 @@ class AdaptiveBudget:
     def record(self, sequences: Seq[Sequence], plan: Plan, steps: Seq[Step], seconds: float) -> None:
         num_rows = len(sequences) + sum(step.num_draft for step in steps)
         self._passes.record(num_rows, plan.context, seconds)
-        self._since_plain = 0 if num_rows == len(sequences) else self._since_plain + 1
+        is_plain = num_rows == len(sequences)
+        self._num_plain[len(sequences)] += is_plain
+        self._since_plain = 0 if is_plain else self._since_plain + 1
         for asked in plan.asked:
             step, outlook = steps[asked.index], asked.outlook
             depth = outlook.acceptance.learn(asked.draft, asked.kinds, step.tokens, step.num_accepted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence as Seq
 from statistics import median
@@ -34,7 +35,7 @@ def prior_cost(num_rows: int, context: float) -> float:
 
     Up to 8 rows go through one tile; attention reads the context for each row, though not from memory.
     """
-    return 1 + 0.085 * (num_rows - 1) + 0.06 * max(num_rows - 8, 0) + 2.2e-4 * context * num_rows**0.6
+    return 1 + 0.085 * (num_rows - 1) + 0.06 * max(num_rows - 8, 0) + 2.2e-4 * context * math.pow(num_rows, 0.6)
 
 
 class PassCosts:
@@ -49,8 +50,6 @@ class PassCosts:
         self._ratios: dict[tuple[int, int], deque[float]] = {}
         self._curves: dict[int, list[float]] = {}
         self._num_records = 0
-        self.num_plain = 0
-        """Plain steps of one sequence that were recorded."""
 
     def record(self, num_rows: int, context: float, seconds: float) -> None:
         """A pass over `num_rows` in sum, at `context` cached positions on average, took `seconds`."""
@@ -59,7 +58,6 @@ class PassCosts:
         if ratios is None:
             ratios = self._ratios[key] = deque(maxlen=WINDOW)
         ratios.append(seconds / prior_cost(num_rows, context))
-        self.num_plain += num_rows == 1
         self._num_records += 1
         if self._num_records % REFRESH == 0 or self._num_records < 16:
             self._curves.clear()
