@@ -62,7 +62,7 @@ def draw_chart(result: Result, path: Path) -> None:
     axes.set_title(str(result.provenance.get("model", "")), loc="left", fontsize="medium")
     axes.grid(axis="y", linewidth=0.3)
     axes.set_axisbelow(True)
-    axes.legend(frameon=False, fontsize="small")
+    figure.legend(loc="outside lower center", ncols=min(len(bars), 3) or 1, frameon=False, fontsize="small")
     try:
         figure.savefig(path, dpi=DPI)
     except OSError as error:
@@ -72,7 +72,7 @@ def draw_chart(result: Result, path: Path) -> None:
 def group_bars(rows: Seq[Row]) -> dict[str, list[Row]]:
     """The rows of each bar's colour: all but plain decoding, named by what differs between them."""
     shown = [row for row in rows if not (row.drafter == PLAIN and row.engine == "sakiyomi")]
-    several_rules = len({row.verifier for row in shown}) > 1
+    several_rules = len({row.verifier for row in shown if row.engine == "sakiyomi"}) > 1
     several_temperatures = len({row.temperature for row in shown}) > 1
     bars: dict[str, list[Row]] = {}
     for row in shown:
