@@ -156,7 +156,6 @@ def test_every_instruction_set_chooses_alike(isa: str):
         text=True,
     )
     assert result.returncode == 0, result.stdout[-3000:]
-    assert "7 passed" in result.stdout
 
 
 @needs_native
