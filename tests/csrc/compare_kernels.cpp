@@ -193,18 +193,29 @@ void compare_attention(std::int64_t dim, std::int64_t num_heads, std::int64_t nu
     for (const bool is_half : {true, false})
         compare<float>(name_of(is_half ? "attend_half" : "attend_float", {dim, num_heads, num_rows, length, window}),
                        num_rows * num_heads * dim, [&](const Kernels& kernels, float* out) {
+                           const std::int64_t size = part_floats(dim);
+                           std::vector<float> parts(static_cast<std::size_t>(num_rows * num_heads * size)), states(parts.size());
+                           for (std::int64_t i = 0; i < num_rows * num_heads; ++i) states[static_cast<std::size_t>(i * size)] = -INFINITY;
                            std::vector<AttendRow> rows;
+                           std::int64_t furthest = 0;
                            for (std::int64_t r = 0; r < num_rows; ++r) {
                                const auto& chain = chains[static_cast<std::size_t>(r)];
                                const std::int64_t last = length + static_cast<std::int64_t>(chain.size()) - 1;
-                               rows.push_back({queries.data() + r * num_heads * dim, out + r * num_heads * dim, chain.data(),
-                                               window > 0 && last >= window ? last - window + 1 : 0, last});
+                               furthest = last > furthest ? last : furthest;
+                               rows.push_back({queries.data() + r * num_heads * dim, parts.data() + r * num_heads * size,
+                                               chain.data(), window > 0 && last >= window ? last - window + 1 : 0, last});
                            }
-                           const AttendJob job{rows.data(), num_rows, num_heads, dim,
-                                               is_half ? static_cast<const void*>(half_keys.data()) : keys.data(),
-                                               is_half ? static_cast<const void*>(half_values.data()) : values.data(), dim,
-                                               length, 1.0f / std::sqrt(static_cast<float>(dim))};
-                           (is_half ? kernels.attend_half : kernels.attend_float)(&job);
+                           for (std::int64_t begin = 0; begin <= furthest; begin += kKeyChunk) {
+                               const AttendJob job{rows.data(), num_rows, num_heads, dim,
+                                                   is_half ? static_cast<const void*>(half_keys.data()) : keys.data(),
+                                                   is_half ? static_cast<const void*>(half_values.data()) : values.data(), dim,
+                                                   length, begin, 1.0f / std::sqrt(static_cast<float>(dim))};
+                               (is_half ? kernels.attend_half : kernels.attend_float)(&job);
+                               for (std::int64_t i = 0; i < num_rows * num_heads; ++i)
+                                   kernels.join_part(parts.data() + i * size, dim, states.data() + i * size);
+                           }
+                           for (std::int64_t i = 0; i < num_rows * num_heads; ++i)
+                               kernels.finish_attention(states.data() + i * size, dim, out + i * dim);
                        });
 }
 
@@ -217,7 +228,7 @@ int main() {
     for (const std::int64_t dim : {20, 64, 80, 128})
         for (std::int64_t heads = 1; heads <= 4; ++heads)
             for (const std::int64_t rows : {1, 3, 8})
-                for (const std::int64_t length : {0, 31, 70})
+                for (const std::int64_t length : {0, 31, 70, 130})
                     for (const std::int64_t window : {0, 9}) compare_attention(dim, heads, rows, length, window);
     std::printf("%d passed, %d failed\n", num_checks - num_failures, num_failures);
     return num_failures == 0 ? 0 : 1;
