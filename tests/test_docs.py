@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from sakiyomi import LLM
+from sakiyomi import LLM, SamplingParams
 from sakiyomi.errors import ParameterError, UnknownNameError
 from sakiyomi.plugins import list_names
 
+GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 DOCS = Path(__file__).parents[1] / "docs"
 
 
@@ -47,7 +48,7 @@ def test_the_drafter_of_the_page_is_installed_and_used(
     assert "followers" in list_names("sakiyomi.drafters", "sakiyomi.drafters")
     exec(compile(check, "write-a-drafter.md", "exec"), {"model": folder})
     assert float(capsys.readouterr().out) >= 1
-    (result,) = LLM(folder, drafter="followers:num_speculative_tokens=6").generate("abcabc")
+    (result,) = LLM(folder, drafter="followers:num_speculative_tokens=6").generate("abcabc", GREEDY)
     assert result.speculation.drafter == "sakiyomi_followers"
     assert result.speculation.num_draft_tokens > 6
     with pytest.raises(ParameterError, match="num_speculative_tokens"):

@@ -697,7 +697,7 @@ def test_unknown_keys_are_errors_that_name_the_known(
 @pytest.mark.parametrize(
     ("spec", "error", "message"),
     [
-        ("ngran", UnknownNameError, "did you mean 'ngram'.*model, ngram, none, planted"),
+        ("ngran", UnknownNameError, "did you mean 'ngram'.*model, ngram, none, peagle, planted"),
         ("ngram:max_ngam=3", ParameterError, "did you mean 'max_ngram'"),
         ("ngram:max_ngram=three", ParameterError, "give a number"),
         ("ngram:max_ngram", ParameterError, "name:key=value"),

@@ -37,6 +37,7 @@ SUM_LANES = 16
 HAS_NAN = -1  # what the C++ chooser returns instead of an id
 FLOAT32 = np.finfo(np.float32)
 NO_IDS: Ids = np.empty(0, np.int64)
+CONFIDENCE_SLACK = 1e-6
 
 
 def choose(logits: Float32s, history: History) -> int:
@@ -110,7 +111,8 @@ def rank(logits: Float32s, history: History, count: int, subset: Ids | None = No
     chosen = _largest(keys, min(count, keys.size))
     shifted = (keys - keys[chosen[0]]).astype(np.float32)
     _, log_total, _ = _summarize(shifted, 1)
-    return ids[chosen].tolist(), (shifted[chosen] - log_total).tolist()
+    # Rounded down: the sum over all ids, which is of single precision, may not come out above 1.
+    return ids[chosen].tolist(), (shifted[chosen] - (log_total + CONFIDENCE_SLACK)).tolist()
 
 
 def weigh(logits: Float32s, history: History) -> tuple[Ids, Float64s]:
