@@ -119,7 +119,7 @@ struct Routines {
 Routines routines() {
 #ifdef SAKIYOMI_X86
     const std::string isa = kernels().name;
-    if (isa == "avx512") return {read_avx512, multiply_avx512};
+    if (isa == "avx512" || isa == "amx") return {read_avx512, multiply_avx512};
     if (isa == "avx2") return {read_avx2, multiply_avx2};
 #elif defined(SAKIYOMI_NEON)
     if (std::string(kernels().name) == "neon") return {read_portable, multiply_neon};

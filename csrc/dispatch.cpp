@@ -7,6 +7,10 @@
 #include "kernels.hpp"
 #ifdef SAKIYOMI_X86
 #include <cpuid.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #elif defined(SAKIYOMI_NEON) && defined(__APPLE__)
 #include <sys/sysctl.h>
 #elif defined(SAKIYOMI_NEON)
@@ -17,7 +21,7 @@ namespace sakiyomi {
 namespace {
 
 struct Support {
-    bool avx2 = false, avx512 = false, neon = false;
+    bool avx2 = false, avx512 = false, amx = false, neon = false;
 };
 
 #ifdef SAKIYOMI_X86
@@ -28,18 +32,29 @@ std::uint64_t saved_state() {
     return static_cast<std::uint64_t>(high) << 32 | low;
 }
 
+// Linux grants the tiles of the matrix unit to a process that asks for them.
+bool ask_for_tiles() {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+    constexpr int kRequestState = 0x1023, kTileData = 18;
+    return syscall(SYS_arch_prctl, kRequestState, kTileData) == 0;
+#else
+    return false;
+#endif
+}
+
 Support detect() {
-    unsigned a, b, c, d, b7, c7;
+    unsigned a, b, c, d, b7, c7, d7;
     Support support;
     if (!__get_cpuid(1, &a, &b, &c, &d)) return support;
     const bool has_xsave = c >> 27 & 1, has_avx = c >> 28 & 1, has_fma = c >> 12 & 1, has_f16c = c >> 29 & 1;
     if (!has_xsave || !has_avx || !has_fma || !has_f16c) return support;
-    if (!__get_cpuid_count(7, 0, &a, &b7, &c7, &d)) return support;
+    if (!__get_cpuid_count(7, 0, &a, &b7, &c7, &d7)) return support;
     const std::uint64_t state = saved_state();
     const auto bit = [](unsigned word, int index) { return (word >> index & 1) != 0; };
     support.avx2 = (state & 0x6) == 0x6 && bit(b7, 5);
     support.avx512 = support.avx2 && (state & 0xe6) == 0xe6 && bit(b7, 16) && bit(b7, 17) && bit(b7, 30) &&
                      bit(b7, 31) && bit(c7, 11);
+    support.amx = support.avx512 && (state & 0x60000) == 0x60000 && bit(d7, 24) && bit(d7, 25) && ask_for_tiles();
     return support;
 }
 #elif defined(SAKIYOMI_NEON) && defined(__APPLE__)
@@ -66,6 +81,7 @@ const Kernels* find(const std::string& name, const Support& support) {
 #ifdef SAKIYOMI_X86
     if (name == "avx2" && support.avx2) return &kAvx2Kernels;
     if (name == "avx512" && support.avx512) return &kAvx512Kernels;
+    if (name == "amx" && support.amx) return &kAmxKernels;
 #endif
 #ifdef SAKIYOMI_NEON
     if (name == "neon" && support.neon) return &kNeonKernels;
@@ -78,7 +94,7 @@ const Kernels* find(const std::string& name, const Support& support) {
 
 std::string available_isas() {
     const Support support = detect();
-    return std::string("portable") + (support.avx2 ? " avx2" : "") + (support.avx512 ? " avx512" : "") +
+    return std::string("portable") + (support.avx2 ? " avx2" : "") + (support.avx512 ? " avx512" : "") + (support.amx ? " amx" : "") +
            (support.neon ? " neon" : "");
 }
 
@@ -86,7 +102,8 @@ namespace {
 
 const Kernels& choose_kernels() {
     const Support support = detect();
-    const std::string widest = support.avx512 ? "avx512" : support.avx2 ? "avx2" : support.neon ? "neon" : "portable";
+    const std::string widest = support.amx ? "amx" : support.avx512 ? "avx512" : support.avx2 ? "avx2"
+                               : support.neon ? "neon" : "portable";
     const char* wish = std::getenv("SAKIYOMI_ISA");
     const std::string name = wish != nullptr && *wish != '\0' ? wish : widest;
     const Kernels* found = find(name, support);

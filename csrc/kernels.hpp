@@ -124,6 +124,7 @@ extern const Kernels kPortableKernels;
 #ifdef SAKIYOMI_X86
 extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
+extern const Kernels kAmxKernels;
 #endif
 #ifdef SAKIYOMI_NEON
 extern const Kernels kNeonKernels;

@@ -629,7 +629,7 @@ void finish_attention(const float* state, int64_t head_dim, float* out) {
 
 #include "choose_impl.hpp"
 
-#define SAKIYOMI_KERNELS(name, attend_setup, attend_half)                                                          \
+#define SAKIYOMI_KERNELS(name, attend_setup, linear_quantized, attend_half)                                        \
     {                                                                                                              \
         name, attend_setup, linear_quantized, linear_dense, quantize, rms_norm, rope, to_half, from_half,          \
             attend_half, attend<float>, join_part, finish_attention, silu_mul, add_rows, argmax, scan_blocks,      \

@@ -89,6 +89,29 @@ void quantize_rest(const Kernels& kernel, const QuantizedRows& rows, const Quant
     rest.write(kernel, row, left, 0, rows.width);
 }
 
+// One share of both terms of a product. Outputs of rows lie a whole head apart, so that few sets of a cache and a page each
+// would hold them: both terms are added up in `sums` [rows][kShareBlocks * kLanes] and written once.
+void run_both_terms(const Kernels& kernel, const PackedWeight& weight, LinearJob job, const std::uint8_t* rest,
+                    std::int64_t share, float* sums) {
+    constexpr std::int64_t kWidth = kShareBlocks * kLanes;
+    const std::int64_t first = share * kShareBlocks, left = job.num_outputs - share * kWidth;
+    const std::int64_t width = left < kWidth ? left : kWidth, num_blocks = (width + kLanes - 1) / kLanes;
+    float* out = job.outputs + share * kWidth;
+    const std::int64_t out_stride = job.output_stride;
+    job.weights += first * job.block_bytes;
+    job.num_outputs = left;
+    if (job.bias != nullptr) job.bias += share * kWidth;
+    job.outputs = sums;
+    job.output_stride = kWidth;
+    run_linear(kernel, weight, job, 0, num_blocks);
+    job.inputs = rest;
+    job.bias = nullptr;
+    job.residual = sums;
+    run_linear(kernel, weight, job, 0, num_blocks);
+    for (std::int64_t row = 0; row < job.num_rows; ++row)
+        std::memcpy(out + row * out_stride, sums + row * kWidth, static_cast<std::size_t>(width) * sizeof(float));
+}
+
 // `is_fine`: inputs of a quantized weight keep 16 bits, as two terms of 8; the second adds to the first's outputs while
 // the weights are still in the cache.
 void linear(Matrix x, const PackedWeight& weight, std::optional<Vector> bias, OutMatrix out, int num_threads, bool is_fine) {
@@ -103,16 +126,18 @@ void linear(Matrix x, const PackedWeight& weight, std::optional<Vector> bias, Ou
     const std::int64_t num_terms = !weight.is_quantized() ? 0 : is_fine ? 2 : 1;
     const std::int64_t term_bytes = QuantizedRows::num_bytes(width, num_rows), left_bytes = num_terms == 2 ? width * 4 : 0;
     nb::gil_scoped_release released;
-    Pool::Lease lease(threads_for(num_threads, num_rows * width * weight.num_outputs / 8));
+    const int team_size = threads_for(num_threads, num_rows * width * weight.num_outputs / 8);
+    Pool::Lease lease(team_size);
+    const std::int64_t num_sums = num_terms == 2 ? num_rows * kShareBlocks * kLanes : 0;
     std::uint8_t* scratch = reinterpret_cast<std::uint8_t*>(
-        lease.scratch(static_cast<std::size_t>(num_terms * term_bytes + num_rows * left_bytes)));
+        lease.scratch(static_cast<std::size_t>(num_terms * term_bytes + num_rows * left_bytes + team_size * num_sums * 4)));
     const QuantizedRows first{scratch, width, num_rows}, rest{scratch + term_bytes, width, num_rows};
     float* left = reinterpret_cast<float*>(scratch + num_terms * term_bytes);
+    float* sums = reinterpret_cast<float*>(scratch + num_terms * term_bytes + num_rows * left_bytes);
     float* y = out.data();
     const std::int64_t num_outputs = weight.num_outputs;
     const void* inputs = num_terms == 0 ? static_cast<const void*>(x_rows) : first.bytes;
     const LinearJob job = linear_job(weight, inputs, width * 4, num_rows, bias ? bias->data() : nullptr, nullptr, y, num_outputs);
-    const LinearJob job_of_rest = linear_job(weight, rest.bytes, 0, num_rows, nullptr, y, y, num_outputs);
     lease.run([&](Team& team, int rank) {
         mark(Phase::kHead);  // the only matrix of a decoder that stands outside its stack
         if (num_terms > 0)
@@ -121,8 +146,10 @@ void linear(Matrix x, const PackedWeight& weight, std::optional<Vector> bias, Ou
                 if (num_terms == 2) quantize_rest(kernel, first, rest, row, x_rows + row * width, left + row * width);
             });
         team.share(rank, num_shares(weight.num_blocks()), [&](std::int64_t item) {
-            run_share(kernel, weight, job, item);
-            if (num_terms == 2) run_share(kernel, weight, job_of_rest, item);
+            if (num_terms == 2)
+                run_both_terms(kernel, weight, job, rest.bytes, item, sums + rank * num_sums);
+            else
+                run_share(kernel, weight, job, item);
         });
     });
 }

@@ -367,7 +367,7 @@ def test_unknown_instruction_set_is_refused() -> None:
 
 
 @pytest.mark.skipif("SAKIYOMI_ISA" in os.environ, reason="already running on a forced instruction set")
-@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "neon"])
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "amx", "neon"])
 def test_every_instruction_set(isa: str) -> None:
     report = run_python(REPORT_ISA, isa)
     if report.returncode != 0 and "is not available here" in report.stderr:
@@ -380,6 +380,36 @@ def test_every_instruction_set(isa: str) -> None:
     files = "\0".join(str(folder / name) for name in names)
     result = run_python(f"-m\0pytest\0-q\0-p\0no:cacheprovider\0{files}", isa)
     assert result.returncode == 0, result.stdout[-3000:]
+
+
+PRINT_PRODUCTS = """-c\0
+import hashlib
+import numpy as np
+from sakiyomi.ops.native import NativeOps
+from sakiyomi.types import Quantized
+rng, digest = np.random.default_rng(5), hashlib.sha256()
+for n, k in [(1, 32), (17, 96), (130, 576), (64, 1568), (50, 4640)]:
+    for top in (16, 256):
+        values = rng.integers(0, top, (n, k), np.uint8)
+        scales, mins = (rng.standard_normal((n, k // 32)).astype(np.float16) for _ in range(2))
+        for threads in (1, 2):
+            ops = NativeOps(threads=threads)
+            weight = ops.weight(Quantized(values, scales, mins))
+            for rows in (1, 11, 47, 48, 49, 64, 129, 200):
+                x = rng.standard_normal((rows, k)).astype(np.float32)
+                digest.update(ops.linear(x, weight).tobytes())
+                digest.update(ops.logits(x, weight).tobytes())
+print(digest.hexdigest())
+"""
+
+
+def test_matrix_unit_gives_the_same_bits() -> None:
+    if "amx" not in native.list_isas():
+        pytest.skip("this machine has no amx")
+    results = [run_python(PRINT_PRODUCTS, isa) for isa in ("avx512", "amx")]
+    assert results[0].returncode == 0, results[0].stderr[-3000:]
+    assert len(results[0].stdout.strip()) == 64
+    assert results[0].stdout == results[1].stdout
 
 
 class TestStorage:

@@ -83,7 +83,7 @@ class NativeOps(Ops):
         store: where `named_weight` keeps packed weights, or None.
 
     Environment:
-        SAKIYOMI_ISA: avx512, avx2, neon or portable, instead of the widest that the machine has.
+        SAKIYOMI_ISA: amx, avx512, avx2, neon or portable, instead of the widest that the machine has.
         SAKIYOMI_STORAGE: "8bit" holds four-bit matrices in eight bits, for comparison; the results are the same bits.
 
     Raises:

@@ -1,0 +1,166 @@
+// Quantized products of many rows with the matrix unit (AMX): it gives the sums of a group, which are exact integers, and
+// what follows is add_group as for few rows, so the bits are the same. Included after kernels_impl.hpp.
+namespace {
+
+enum {
+    kAmxRows = 16,    // rows of a tile
+    kAmxLeast = 48,   // fewer rows are not faster
+    kPassRows = 128,  // rows whose totals are kept while they go over the same weights
+    kPassGroups = 48, // groups that are unpacked together
+    kInFlight = 4,    // groups between a product and its use: stored tiles are not forwarded to loads
+};
+
+struct alignas(64) TileShapes {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {0};
+    uint16_t row_bytes[16] = {0};
+    uint8_t rows[16] = {0};
+};
+
+// Tile 0 is sums [rows][16], 1 inputs [rows][32], 2 weights [8][64].
+inline void configure_tiles(int64_t num_rows) {
+    TileShapes shapes;
+    for (int i = 0; i < 3; ++i) {
+        shapes.rows[i] = static_cast<uint8_t>(i < 2 ? num_rows : kGroup / 4);
+        shapes.row_bytes[i] = i == 1 ? kGroup : 64;
+    }
+    asm volatile("" : : "r"(&shapes) : "memory");  // without it a compiler was seen to drop the stores
+    _tile_loadconfig(&shapes);
+}
+
+// Part of a block of weights: where its values are as bytes, and its halves, from group to group.
+struct GroupRun {
+    int64_t count;
+    const uint8_t* values;
+    int64_t value_step;
+    const uint8_t* halves;
+    int64_t half_step;
+    const uint8_t* ahead;  // what to fetch meanwhile, or null
+};
+
+// A sum of a group as a float. Where the matrix unit is at work, one of the two units that convert and multiply rests, but
+// adding goes on: the integer is placed in the last bits of 2^23 + 2^22, which is exact, as converting is.
+inline Vf float_of_sum(const int32_t* sum) {
+    const Vi placed = add(Vi(_mm512_load_si512(sum)), _mm512_set1_epi32(0x4b400000));
+    return sub(_mm512_castsi512_ps(placed), set1(12582912.0f));
+}
+
+// Adds a run of groups to the totals [ROWS][16] of rows from `row` on. `inputs` is the first group's record.
+template <int ROWS>
+__attribute__((noinline)) void amx_tile(const LinearJob& job, const GroupRun& run, const uint8_t* inputs, int64_t row,
+                                        float* totals) {
+    enum { kSlots = 8, kTileBytes = kAmxRows * kLanes * 4 };
+    alignas(4096) uint8_t sums[kSlots * kTileBytes];
+    const int64_t input_bytes = input_group_bytes(job.num_rows), value_step = run.value_step, half_step = run.half_step;
+    const uint8_t* weights = run.values;
+    const uint8_t* values = inputs + row * kGroup;
+    const uint8_t* halves = run.halves;
+    const uint8_t* scales = inputs + job.num_rows * kGroup + row * 4;
+    const uint8_t* scaled_sums = scales + job.num_rows * 4;
+    const uint8_t* ahead = run.ahead;
+    uint32_t made = 0, used = 0;
+    Vf total[ROWS];
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) total[r] = load(totals + r * kLanes);
+    const auto make = [&]() __attribute__((always_inline)) {
+        _tile_zero(0);
+        _tile_loadd(1, values, kGroup);
+        _tile_loadd(2, weights, 64);
+        _tile_dpbsud(0, 1, 2);
+        _tile_stored(0, sums + made, 64);
+        if (ahead != nullptr) {
+            for (int64_t line = 0; line < half_step; line += 64) prefetch_far(ahead + line);
+            ahead += half_step;
+        }
+        made = (made + kTileBytes) % (kSlots * kTileBytes);
+        weights += value_step;
+        values += input_bytes;
+    };
+    const auto use = [&]() __attribute__((always_inline)) {
+        const Vf scale = load(reinterpret_cast<const uint16_t*>(halves));
+        const Vf low = load(reinterpret_cast<const uint16_t*>(halves) + kLanes);
+        const int32_t* sum = reinterpret_cast<const int32_t*>(sums + used);
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; ++r)
+            total[r] = add_group(total[r], float_of_sum(sum + r * kLanes), scale, low,
+                                 reinterpret_cast<const float*>(scales) + r, reinterpret_cast<const float*>(scaled_sums) + r);
+        used = (used + kTileBytes) % (kSlots * kTileBytes);
+        halves += half_step;
+        scales += input_bytes;
+        scaled_sums += input_bytes;
+    };
+    const int64_t early = min_of(kInFlight, run.count);
+    for (int64_t i = 0; i < early; ++i) make();
+    for (int64_t i = early; i < run.count; ++i) {
+        use();
+        make();
+    }
+    for (int64_t i = 0; i < early; ++i) use();
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) store(totals + r * kLanes, total[r]);
+}
+
+typedef void (*AmxTile)(const LinearJob&, const GroupRun&, const uint8_t*, int64_t, float*);
+constexpr AmxTile kAmxTiles[kAmxRows] = {amx_tile<1>,  amx_tile<2>,  amx_tile<3>,  amx_tile<4>, amx_tile<5>,  amx_tile<6>,
+                                         amx_tile<7>,  amx_tile<8>,  amx_tile<9>,  amx_tile<10>, amx_tile<11>, amx_tile<12>,
+                                         amx_tile<13>, amx_tile<14>, amx_tile<15>, amx_tile<16>};
+
+// Groups of nibbles as bytes.
+inline void unpack_groups(const uint8_t* source, int64_t count, uint8_t* out) {
+    const __m512i mask = _mm512_set1_epi8(0x0f);
+    for (int64_t group = 0; group < count; ++group, source += group_bytes(Storage::kNibbles), out += kGroup * kLanes)
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; ++k) {
+            const __m512i both = _mm512_loadu_si512(source + k * 64);
+            _mm512_store_si512(out + k * 64, _mm512_and_si512(both, mask));
+            _mm512_store_si512(out + (k + 4) * 64, _mm512_and_si512(_mm512_srli_epi16(both, 4), mask));
+        }
+}
+
+// Rows [first_row, last_row) over one block, in tiles of nearly equal size.
+template <Storage STORAGE>
+void amx_block(const LinearJob& job, int64_t first_row, int64_t last_row, int64_t block, int64_t* configured) {
+    alignas(64) uint8_t unpacked[STORAGE == Storage::kNibbles ? kPassGroups * kGroup * kLanes : 64];
+    alignas(64) float totals[kPassRows * kLanes];
+    const int64_t num_rows = last_row - first_row, num_groups = job.num_inputs / kGroup, size = group_bytes(STORAGE);
+    const int64_t num_tiles = (num_rows + kAmxRows - 1) / kAmxRows;
+    for (int64_t r = 0; r < num_rows; ++r) store(totals + r * kLanes, set1(0.0f));
+    for (int64_t group = 0; group < num_groups; group += kPassGroups) {
+        const uint8_t* weights = job.weights + block * job.block_bytes + group * size;
+        const uint8_t* ahead = (block + 1) * kLanes < job.num_outputs ? weights + job.block_bytes : nullptr;
+        GroupRun run{min_of(kPassGroups, num_groups - group), weights, size, weights + value_bytes(STORAGE), size, ahead};
+        if (STORAGE == Storage::kNibbles) {
+            unpack_groups(weights, run.count, unpacked);
+            run.values = unpacked;
+            run.value_step = kGroup * kLanes;
+        }
+        for (int64_t tile = 0; tile < num_tiles; ++tile) {
+            const int64_t begin = num_rows * tile / num_tiles, count = num_rows * (tile + 1) / num_tiles - begin;
+            if (count != *configured) configure_tiles(count);
+            *configured = count;
+            kAmxTiles[count - 1](job, run, job.inputs + group * input_group_bytes(job.num_rows), first_row + begin,
+                                 totals + begin * kLanes);
+            run.ahead = nullptr;
+        }
+    }
+    for (int64_t r = 0; r < num_rows; ++r) store_outputs(job, first_row + r, block, load(totals + r * kLanes));
+}
+
+template <Storage STORAGE>
+void run_amx(const LinearJob& job, int64_t first_block, int64_t last_block) {
+    int64_t configured = 0;
+    for (int64_t row = 0; row < job.num_rows; row += kPassRows)
+        for (int64_t block = first_block; block < last_block; ++block)
+            amx_block<STORAGE>(job, row, min_of(row + kPassRows, job.num_rows), block, &configured);
+    _tile_release();
+}
+
+void linear_amx(const LinearJob* job, int64_t first_block, int64_t last_block) {
+    if (job->num_rows < kAmxLeast)
+        linear_quantized(job, first_block, last_block);
+    else if (job->storage == Storage::kNibbles)
+        run_amx<Storage::kNibbles>(*job, first_block, last_block);
+    else
+        run_amx<Storage::kBytes>(*job, first_block, last_block);
+}
+
+}  // namespace
