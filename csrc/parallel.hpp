@@ -25,7 +25,7 @@ namespace sakiyomi {
 
 inline constexpr int kMaxThreads = 256;
 inline constexpr int kBarrierSpins = 1000;  // some tens of microseconds
-inline constexpr int kIdleSpins = 2000;     // about the time between two passes of a busy engine
+inline constexpr int kIdleSpins = 8000;     // the time between two passes of a busy engine, some 0.3 milliseconds
 
 inline void relax_cpu() {
 #if defined(__x86_64__) || defined(__i386__)

@@ -138,6 +138,8 @@ def _num_left(sequence: Sequence, info: ModelInfo) -> int:
 def _span(sequence: Sequence, draft: Draft, taps: tuple[int, ...]) -> Span:
     tail = sequence.tokens[sequence.cache.length :]
     root = len(tail) - 1
+    if root == 0 and not len(draft) and draft.probes is None:
+        return Span(sequence.cache, tail, (-1,), (0,), taps, draft.computed)
     parents = [*range(-1, root), *(root if parent == ROOT else root + 1 + parent for parent in draft.parents)]
     tokens, rows = [*tail, *draft.tokens], [*range(root, len(parents))]
     if draft.probes is not None:
@@ -168,7 +170,7 @@ def _commit(sequence: Sequence, draft: Draft, verdict: Verdict, output: Output, 
         num_accepted,
         len(draft),
         None if num_logprobs is None else tuple(logprobs),
-        sum(index < num_emitted for index in verdict.lossy),
+        sum(index < num_emitted for index in verdict.lossy) if verdict.lossy else 0,
         num_accepted + (num_emitted > num_accepted and last in draft.parents),
     )
 

@@ -110,8 +110,8 @@ class Draft:
 
     @classmethod
     def empty(cls) -> Draft:
-        """No guess: the step is a plain one."""
-        return cls((), ())
+        """No guess: the step is a plain one. Always the same object."""
+        return _EMPTY
 
     @classmethod
     def chain(cls, tokens: Iterable[int], drawn: Drawn = "fixed") -> Draft:
@@ -376,6 +376,8 @@ class TreeBuilder:
         # A child as confident as its parent (probability 1) must not come before it.
         return sorted(nodes, key=lambda node: (-self.confidences[node], self.depths[node], node))
 
+
+_EMPTY = Draft((), ())
 
 DEFAULT_CONFIDENCE = 0.6
 """Of each further token of a draft whose drafter tells none; what lookup and small models reach on everyday text."""

@@ -24,8 +24,9 @@ class AcceptanceCounter:
         self.num_draft_tokens += step.num_draft
         self.num_accepted_tokens += step.num_accepted
         self.num_lossy_tokens += step.num_lossy
-        self.accepted_at.update(range(step.num_accepted))
-        self.tried_at.update(range(step.num_tried))
+        if step.num_draft:
+            self.accepted_at.update(range(step.num_accepted))
+            self.tried_at.update(range(step.num_tried))
 
     def merge(self, other: AcceptanceCounter) -> None:
         self.num_steps += other.num_steps

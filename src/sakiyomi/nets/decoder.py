@@ -10,6 +10,7 @@ import itertools
 import math
 import reprlib
 import sys
+from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -181,8 +182,9 @@ class Decoder:
         loader = _Loader(ops, config, tensors)
         self.layers = [loader.layer(index) for index in range(config.num_layers)]
         self.numbers = tuple(range(config.num_layers))
-        self.num_rows: npt.NDArray[np.int64] = np.zeros(config.num_layers, np.int64)
-        self._found_stretches: dict[tuple[int, int], list[tuple[int, list[LayerWeights], StackSpec]]] = {}
+        self._counts = array("q", bytes(8 * config.num_layers))
+        self.num_rows: npt.NDArray[np.int64] = np.frombuffer(self._counts, np.int64)
+        self._found_stretches: dict[tuple[int, int], list[tuple[int, tuple[LayerWeights, ...], StackSpec]]] = {}
         self.norm = loader.vector("model.norm.weight")
         self.embedding = loader.rows("model.embed_tokens.weight", self.vocab_size)
         self.head = self.embedding if config.tied else loader.rows("lm_head.weight", self.vocab_size)
@@ -234,12 +236,16 @@ class Decoder:
         Returns:
             The state after the last of them [R, H], and one [R, H] per tap.
         """
-        self.num_rows[[number for number in self.numbers if first <= number < end]] += len(x)
         kept: dict[int, Array] = {}
         for start, layers, spec in self._stretches(first, end):
+            for number in range(start, start + len(layers)):
+                self._counts[number] += len(x)
+            here = None if past is None else past.at(start)
+            if not taps:
+                x, _ = self.ops.decoder_stack(x, layers, spec, positions, here, mask)
+                continue
             inside = [tap for tap in taps if start <= tap <= start + len(layers)]
             kept |= {tap: x for tap in taps if tap < start and tap not in kept}
-            here = None if past is None else past.at(start)
             x, tapped = self.ops.decoder_stack(x, layers, spec, positions, here, mask, [tap - start for tap in inside])
             kept |= dict(zip(inside, tapped, strict=True))
         return x, [kept.get(tap, x) for tap in taps]
@@ -247,7 +253,7 @@ class Decoder:
     def logits(self, x: Array, rows: Sequence[int]) -> Array:
         """Logits [len(rows), V] of chosen rows of x [R, H], the state after the last layer."""
         wanted = x if len(rows) == len(x) else x[list(rows)]
-        return self.ops.logits(self.ops.rms_norm(wanted, self.norm, self.config.eps), self.head)
+        return self.ops.normed_logits(wanted, self.norm, self.config.eps, self.head)
 
     def shallow(self, num_layers: int, skip: Collection[int] = ()) -> Decoder:
         """The first layers without those in `skip`, with the final norm and the head, sharing all weights."""
@@ -272,7 +278,7 @@ class Decoder:
         """How many layers the decoder has before the first one that it skips."""
         return next((i for i, number in enumerate(self.numbers) if number != i), len(self.numbers))
 
-    def _stretches(self, first: int, end: int) -> list[tuple[int, list[LayerWeights], StackSpec]]:
+    def _stretches(self, first: int, end: int) -> list[tuple[int, tuple[LayerWeights, ...], StackSpec]]:
         """Runs of neighbouring layers from `first` to `end` - 1: number of the first, weights, shape; the same objects
         each time, which the ops may keep what they prepared for."""
         found = self._found_stretches.get((first, end))
@@ -282,7 +288,7 @@ class Decoder:
             for _, group in itertools.groupby(wanted, key=lambda pair: pair[1] - pair[0]):
                 pairs = list(group)
                 start, stop = pairs[0][1], pairs[-1][1] + 1
-                layers = [self.layers[i] for i, _ in pairs]
+                layers = tuple(self.layers[i] for i, _ in pairs)
                 windows = self.spec.windows[start:stop] if self.spec.windows else ()
                 found.append((start, layers, replace(self.spec, windows=windows)))
         return found

@@ -102,7 +102,7 @@ class Past:
     layer: int = 0
 
     def at(self, layer: int) -> Past:
-        return replace(self, layer=layer)
+        return self if layer == self.layer else replace(self, layer=layer)
 
 
 # ---------------------------------------------------------------------------------------------- decoder stacks
@@ -220,6 +220,10 @@ class Ops(ABC):
     def logits(self, x: Array, head: Weight) -> Array:
         """`linear` for a language model's head, whose rounding shows in every logit: never coarser than `linear`."""
         return self.linear(x, head)
+
+    def normed_logits(self, x: Array, norm: Array, eps: float, head: Weight) -> Array:
+        """`logits` of `rms_norm` of x."""
+        return self.logits(self.rms_norm(x, norm, eps), head)
 
     @abstractmethod
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:

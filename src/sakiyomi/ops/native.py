@@ -180,11 +180,19 @@ class NativeOps(Ops):
         _native.linear(_floats(x), head, None, out, self.threads, True)
         return out
 
+    def normed_logits(self, x: Floats, norm: Floats, eps: float, head: Any) -> Floats:
+        out = np.empty((len(x), head.shape[0]), np.float32)
+        _native.linear(_floats(x), head, None, out, self.threads, True, norm, eps)
+        return out
+
     def rms_norm(self, x: Floats, weight: Floats, eps: float) -> Floats:
-        rows = _floats(x).reshape(-1, x.shape[-1])
-        out = np.empty_like(rows)
-        _native.rms_norm(rows, weight, eps, out, self.threads)
-        return out.reshape(x.shape)
+        rows = _floats(x)
+        out = np.empty(x.shape, np.float32)
+        if x.ndim == 2:
+            _native.rms_norm(rows, weight, eps, out, self.threads)
+        else:
+            _native.rms_norm(rows.reshape(-1, x.shape[-1]), weight, eps, out.reshape(-1, x.shape[-1]), self.threads)
+        return out
 
     def rope(
         self, x: Floats, positions: npt.NDArray[np.int32], inv_freq: npt.NDArray[np.float32], scale: float = 1.0
@@ -283,12 +291,13 @@ class NativeOps(Ops):
 
     def _stack(self, layers: Sequence[LayerWeights], spec: StackSpec) -> Any:
         """The C++ form of the layers, kept for the next call with the same ones."""
+        layers = tuple(layers)  # a tuple is this very object
         key = (id(layers[0]), len(layers), id(spec))
         entry = self._stacks.get(key)
-        if entry is None or entry[1] is not spec or any(a is not b for a, b in zip(entry[0], layers, strict=True)):
+        if entry is None or entry[1] is not spec or not _are_same(entry[0], layers):
             fields = [_layer_fields(layer, spec.window(i)) for i, layer in enumerate(layers)]
             stack = _native.DecoderStack(fields, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.eps)
-            entry = (tuple(layers), spec, stack)
+            entry = (layers, spec, stack)
             if len(self._stacks) >= _MAX_STACKS:
                 self._stacks.clear()
             self._stacks[key] = entry
@@ -300,7 +309,7 @@ class NativeOps(Ops):
         """Cosines and sines [P, D] that cover the positions, grown in whole blocks."""
         key = (inv_freq.tobytes(), float(scale))
         table = self._rope_tables.get(key)
-        needed = int(positions.max(initial=0)) + 1
+        needed = max(max(positions.tolist(), default=0), 0) + 1
         if table is None or len(table) < needed:
             first = 0 if table is None else len(table) // ROPE_BLOCK
             blocks = [_rope_block(i, inv_freq, scale) for i in range(first, -(-needed // ROPE_BLOCK))]
@@ -381,6 +390,10 @@ def _layer_fields(layer: LayerWeights, window: int | None) -> tuple[Any, ...]:
         layer.down,
         _window(window),
     )
+
+
+def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
+    return some is others or all(one is other for one, other in zip(some, others, strict=True))
 
 
 def _window(window: int | None) -> int:
