@@ -1,4 +1,4 @@
-# make setup | check | test | demo | build | sanitize | clean        (PYTHON=python3.12 picks another interpreter)
+# make setup | check | test | demo | build | sanitize | check-neon | clean        (PYTHON=python3.12 picks another interpreter)
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 NATIVE_SOURCES := CMakeLists.txt pyproject.toml $(wildcard csrc/* csrc/*/*)
 
-.PHONY: help setup build check test demo sanitize clean
+.PHONY: help setup build check test demo sanitize check-neon clean
 
 help:
 	@sed -n '1s/^# //p' Makefile
@@ -76,8 +76,23 @@ sanitize: setup
 		echo "sanitized kernel tests: $$isa"; \
 		PYTHONPATH=$(SANITIZED) SAKIYOMI_ISA=$$isa ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 		LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
-		$(BIN)/python -c '$(WITHOUT_EDITABLE)' -q -p no:cacheprovider tests/ops/test_native.py tests/ops/test_bitwise.py tests/ops/test_pool.py tests/sampling -k "not torch and not fork"; \
+		$(BIN)/python -c '$(WITHOUT_EDITABLE)' -q -p no:cacheprovider tests/ops/test_native.py tests/ops/test_bitwise.py tests/ops/test_pool.py tests/models/test_native.py tests/models/test_packed.py tests/sampling -k "not torch and not fork"; \
 	done
+
+# The NEON kernels against the portable ones, bit by bit: natively on 64-bit Arm, elsewhere cross-compiled and emulated.
+IS_ARM := $(filter aarch64 arm64,$(shell uname -m))
+NEON_CXX ?= $(if $(IS_ARM),c++,aarch64-linux-gnu-g++)
+NEON_RUN ?= $(if $(IS_ARM),env,qemu-aarch64)
+NEON_FLAGS := -std=c++17 -O3 -ffp-contract=off -Wall -Wextra -Werror -DSAKIYOMI_NEON -Icsrc
+NEON_BUILD := build/neon
+check-neon:
+	@for tool in $(firstword $(NEON_CXX)) $(firstword $(NEON_RUN)); do command -v $$tool >/dev/null || { \
+		echo "check-neon: skipped, $$tool is not here (Debian: apt-get install g++-aarch64-linux-gnu qemu-user)"; exit 0; }; done; \
+	mkdir -p $(NEON_BUILD) && \
+	$(NEON_CXX) $(NEON_FLAGS) -march=armv8.2-a+dotprod -c csrc/kernels_neon.cpp -o $(NEON_BUILD)/neon.o && \
+	$(NEON_CXX) $(NEON_FLAGS) -c csrc/kernels_portable.cpp -o $(NEON_BUILD)/portable.o && \
+	$(NEON_CXX) $(NEON_FLAGS) $(if $(IS_ARM),,-static) tests/csrc/compare_kernels.cpp $(NEON_BUILD)/*.o -o $(NEON_BUILD)/compare && \
+	$(NEON_RUN) $(NEON_BUILD)/compare
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -33,6 +33,7 @@ import numpy.typing as npt
 
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.assemble import LoadedModel, ModelOptions, load_model
+from sakiyomi.bench.prompts import read_prompts
 from sakiyomi.decode import prefill
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.drafters.none import NoneDrafter
@@ -46,7 +47,7 @@ from sakiyomi.verify.traversal import TraversalVerifier
 from sakiyomi.verify.tree import TreeVerifier
 
 sys.path.insert(0, str(Path(__file__).parent))
-from identity import OWN_PROMPTS, read_spec_bench  # a script beside this one
+from identity import OWN_PROMPTS  # a script beside this one
 
 DEPTH, WIDTH, MAX_NODES = 5, 2, 14
 JOINT_RULES = {"block": "rejection", "traversal": "tree"}
@@ -272,7 +273,7 @@ def main() -> None:
     loaded = load_model(args.model, ModelOptions(threads=args.threads))
     texts = list(OWN_PROMPTS)
     if args.spec_bench:
-        groups = read_spec_bench(args.spec_bench, 20).values()
+        groups = read_prompts(args.spec_bench, 20).values()
         texts = [text for group in groups for text in sorted(group, key=len)[:4]]  # short ones: prompts cost time
     results = []
     for num_layers in args.layers:

@@ -657,7 +657,7 @@ def start_peers(
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="smollm2", help="a name or a .gguf file (peers need a .gguf file)")
-    parser.add_argument("--threads", type=int, help="for every engine; default: the CPUs that this process may use")
+    parser.add_argument("--threads", type=int, help="for every engine; default: one per core")
     parser.add_argument("--dtype", help="int8 (default) or float32, for our model")
     parser.add_argument("--peer", action=AddPeer, choices=("llama-cpp", "openvino", "transformers"), dest="peers")
     parser.add_argument("--peer-python", action=AddPeer, dest="peers", metavar="PATH", help="its interpreter")

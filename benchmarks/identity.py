@@ -20,6 +20,7 @@ from pathlib import Path
 
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.assemble import LoadedModel, ModelOptions, load_model, make_drafter
+from sakiyomi.bench.prompts import read_prompts
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.drafters.none import NoneDrafter
 from sakiyomi.drafters.planted import PlantedDrafter, scatter
@@ -35,7 +36,6 @@ OWN_PROMPTS = (
 )
 LOOKUP_DRAFTERS = ("ngram", "suffix", "combined:mode=merge,parts=suffix+ngram")
 TEMPERATURES = (0.0, 0.7, 1.0)
-SINGLE_TURN_GROUPS = ("translation", "summarization", "qa", "math_reasoning", "rag")
 
 
 @dataclass(frozen=True)
@@ -116,18 +116,6 @@ def _format(row: Row) -> str:
     )
 
 
-def read_spec_bench(path: Path, per_group: int) -> dict[str, list[str]]:
-    """First turns of the first questions of each of the six groups."""
-    groups: dict[str, list[str]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        question = json.loads(line)
-        category = question["category"]
-        group = groups.setdefault(category if category in SINGLE_TURN_GROUPS else "mt_bench", [])
-        if len(group) < per_group:
-            group.append(question["turns"][0])
-    return groups
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="smollm2")
@@ -139,7 +127,7 @@ def main() -> int:
     args = parser.parse_args()
     loaded = load_model(args.model, ModelOptions(threads=args.threads, dtype=args.dtype))
     llm = LLM.from_loaded(loaded)
-    groups = read_spec_bench(args.spec_bench, args.per_group) if args.spec_bench else {"own": list(OWN_PROMPTS)}
+    groups = read_prompts(args.spec_bench, args.per_group) if args.spec_bench else {"own": list(OWN_PROMPTS)}
     texts = [text for group in groups.values() for text in group]
     prompts = [llm.render([{"role": "user", "content": text}]) for text in texts]
     started = time.perf_counter()

@@ -21,17 +21,15 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent))
-from identity import read_spec_bench  # a script beside this one
-
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.assemble import LoadedModel, ModelOptions, load_model, make_drafter
-from sakiyomi.decode import propose
-from sakiyomi.models.toy import ToyModel, scripted_law
+from sakiyomi.bench.prompts import read_prompts
+from sakiyomi.decode import Step
+from sakiyomi.engine.budget import MAX_DRAFT_NODES, AdaptiveBudget, Budget, FixedBudget
+from sakiyomi.models.toy import TokenCache, ToyModel, scripted_law
 from sakiyomi.types import Drafter, ModelInfo, Sequence
 
 COST = "1:1,2:1.05,4:1.15,8:1.5,16:2.3"
-MAX_BUDGET = 64
 
 
 @dataclass(frozen=True)
@@ -76,24 +74,29 @@ class Cost:
         return self._costs[-1] + slope * (num_rows - self._rows[-1])
 
 
-def replay(drafter: Drafter, one: Answer, info: ModelInfo, cost: Cost) -> Replay:
+def replay(drafter: Drafter, budget: Budget, one: Answer, info: ModelInfo, cost: Cost, step_s: float) -> Replay:
     """Let a drafter guess a known answer, step by step."""
     result = Replay(num_tokens=len(one.answer))
     params = SamplingParams(temperature=0, max_tokens=len(one.answer))
-    sequence = Sequence("0", list(one.prompt), len(one.prompt), params, 0, cache=None)  # type: ignore[arg-type]
+    cache = TokenCache()
+    sequence = Sequence("0", list(one.prompt), len(one.prompt), params, 0, cache)
     while sequence.num_new < len(one.answer):
+        cache.tokens = sequence.tokens[:-1]
         started = time.perf_counter()
-        draft = propose(drafter, [sequence], [MAX_BUDGET], info)[0]
+        plan = budget.propose([sequence], [MAX_DRAFT_NODES], info)
         result.draft_s += time.perf_counter() - started
-        node: int | None = -1
-        while node is not None and sequence.num_new < len(one.answer):
-            token = one.answer[sequence.num_new]
-            sequence.tokens.append(token)
-            node = draft.child(node, token)
-            result.num_accepted += node is not None
+        (draft,) = plan.drafts
+        truth = one.answer[sequence.num_new :]
+        path, tokens = draft.follow(lambda node, tokens, truth=truth: truth[len(tokens)])  # type: ignore[misc]
+        sequence.tokens += tokens
+        sequence.num_steps += 1
+        num_accepted = min(len(path), len(tokens))
+        rows = 1 + len(draft)
+        budget.record([sequence], plan, [Step(tokens, num_accepted, len(draft), None)], cost(rows) * step_s)
+        result.num_accepted += num_accepted
         result.num_steps += 1
         result.num_drafted += len(draft)
-        result.num_rows_at_cost += cost(1 + len(draft))
+        result.num_rows_at_cost += cost(rows)
     drafter.forget(sequence)
     return result
 
@@ -106,7 +109,7 @@ def read_answers(path: Path, args: argparse.Namespace) -> dict[str, list[Answer]
         loaded = load_model(args.model, ModelOptions(threads=args.threads))
         llm = LLM.from_loaded(loaded, drafter="ngram")
         groups = {}
-        for group, texts in read_spec_bench(args.spec_bench, args.per_group).items():
+        for group, texts in read_prompts(args.spec_bench, args.per_group).items():
             prompts = [llm.render([{"role": "user", "content": text}]) for text in texts]
             outputs = [llm.generate(p, SamplingParams(temperature=0, max_tokens=args.tokens))[0] for p in prompts]
             groups[group] = [{"prompt": o.prompt_token_ids, "answer": list(o.outputs[0].token_ids)} for o in outputs]
@@ -122,6 +125,7 @@ def main() -> int:
     parser.add_argument("--per-group", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=128, help="length of answers that are made")
     parser.add_argument("--cost", type=Cost, default=Cost(COST), help=f"rows:cost,... ({COST})")
+    parser.add_argument("--budget", choices=("auto", "adaptive", "fixed"), default="auto")
     parser.add_argument("--step-ms", type=float, default=10.0, help="milliseconds of a plain step")
     parser.add_argument("--spec-bench", type=Path, help="question.jsonl of Spec-Bench")
     parser.add_argument("--model", default="smollm2")
@@ -137,11 +141,13 @@ def main() -> int:
     )
     for name in args.drafters:
         results = {}
+        drafter = make_drafter(name, stand_in, ModelOptions())
+        is_adaptive = drafter.wants_budget if args.budget == "auto" else args.budget == "adaptive"
+        budget = AdaptiveBudget(drafter) if is_adaptive else FixedBudget(drafter)
         for group, answers in groups.items():
-            drafter = make_drafter(name, stand_in, ModelOptions())
             results[group] = Replay()
             for one in answers:
-                results[group].add(replay(drafter, one, model.info, args.cost))
+                results[group].add(replay(drafter, budget, one, model.info, args.cost, args.step_ms / 1000))
         everything = Replay()
         for result in results.values():
             everything.add(result)

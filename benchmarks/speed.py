@@ -20,9 +20,10 @@ from pathlib import Path
 
 from sakiyomi import LLM, RequestOutput, SamplingParams
 from sakiyomi.assemble import ModelOptions, load_model, make_drafter
+from sakiyomi.bench.prompts import read_prompts
 
 sys.path.insert(0, str(Path(__file__).parent))
-from identity import OWN_PROMPTS, read_spec_bench  # a script beside this one
+from identity import OWN_PROMPTS  # a script beside this one
 
 Answers = dict[str, list[RequestOutput]]
 """Drafter -> its answers to one prompt, round by round."""
@@ -79,7 +80,7 @@ def main() -> int:
     options = ModelOptions(threads=args.threads)
     loaded = load_model(args.model, options)
     llms = {name: LLM.from_loaded(loaded, drafter=make_drafter(name, loaded, options)) for name in args.drafters}
-    groups = read_spec_bench(args.spec_bench, args.per_group) if args.spec_bench else {"own": list(OWN_PROMPTS)}
+    groups = read_prompts(args.spec_bench, args.per_group) if args.spec_bench else {"own": list(OWN_PROMPTS)}
     params = SamplingParams(temperature=0, max_tokens=args.tokens)
     table: list[dict[str, object]] = []
     everything: list[Answers] = []

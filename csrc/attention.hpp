@@ -1,7 +1,10 @@
 // Which keys each row of a call sees, and the call's caches.
 #pragma once
 
+#include <algorithm>
+#include <atomic>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -20,51 +23,62 @@ struct KeyRows {
 
 struct RowView {
     std::int32_t sequence;
-    std::int32_t index;     // within the sequence's segment
-    std::int64_t num_own;   // how many of the call's own rows it sees, itself included
+    std::int32_t index;     // within the sequence's tree: pending rows, then the call's own
+    std::int64_t num_own;   // how many rows of that tree it sees, itself included
     std::int64_t chain;     // start in RowPlan::chains of those rows, or -1: rows 0 to num_own - 1
 };
+
+// For each sequence the parents of the rows of its tree that earlier calls have stored behind its length.
+using PendingRows = std::vector<std::vector<std::int32_t>>;
 
 // For every row of a call, the path of rows that it attends to beside its sequence's past.
 struct RowPlan {
     std::vector<RowView> rows;
     std::vector<std::int32_t> chains;
 
-    // bounds: row offsets of the segments; parents: [R] within the segment, or null for causal rows.
-    static RowPlan trees(const std::vector<std::int64_t>& bounds, const std::int32_t* parents, std::int64_t num_rows) {
+    // bounds: row offsets of the segments; parents: [R] within the sequence's tree, or null for causal rows.
+    static RowPlan trees(const std::vector<std::int64_t>& bounds, const std::int32_t* parents, std::int64_t num_rows,
+                         const PendingRows& pending) {
         RowPlan plan;
         check(!bounds.empty() && bounds.front() == 0 && bounds.back() == num_rows, "bounds must run from 0 to R.");
+        check_equal("the number of lists of pending rows, one for each pair of bounds,", static_cast<std::int64_t>(pending.size()),
+                    static_cast<std::int64_t>(bounds.size()) - 1);
         plan.rows.reserve(static_cast<std::size_t>(num_rows));
         for (std::size_t s = 0; s + 1 < bounds.size(); ++s) {
             check(bounds[s] <= bounds[s + 1], "bounds must not decrease.");
-            plan.add_segment(static_cast<std::int32_t>(s), bounds[s], bounds[s + 1] - bounds[s], parents);
+            plan.add_tree(static_cast<std::int32_t>(s), pending[s], parents == nullptr ? nullptr : parents + bounds[s],
+                          static_cast<std::int32_t>(bounds[s + 1] - bounds[s]));
         }
         return plan;
     }
 
    private:
-    void add_segment(std::int32_t sequence, std::int64_t start, std::int64_t count, const std::int32_t* parents) {
-        for (std::int32_t i = 0; i < count; ++i) {
-            const std::int32_t parent = parents == nullptr ? i - 1 : parents[start + i];
+    void add_tree(std::int32_t sequence, const std::vector<std::int32_t>& pending, const std::int32_t* parents,
+                  std::int32_t count) {
+        const std::int32_t num_pending = static_cast<std::int32_t>(pending.size());
+        std::vector<RowView> tree;
+        tree.reserve(static_cast<std::size_t>(num_pending + count));
+        for (std::int32_t i = 0; i < num_pending + count; ++i) {
+            const std::int32_t parent = i < num_pending      ? pending[static_cast<std::size_t>(i)]
+                                        : parents == nullptr ? i - 1
+                                                             : parents[i - num_pending];
             if (parent < -1 || parent >= i)
                 throw std::invalid_argument("row " + std::to_string(i) + " has parent " + std::to_string(parent) +
                                             "; a parent comes before its children.");
-            RowView row{sequence, i, 1, -1};
-            if (parent >= 0) row.num_own = rows[static_cast<std::size_t>(start + parent)].num_own + 1;
-            const bool follows = parent == i - 1 && (parent < 0 || rows[static_cast<std::size_t>(start + parent)].chain < 0);
-            if (!follows) row.chain = copy_path(start, parent, i);
-            rows.push_back(row);
+            const RowView* above = parent < 0 ? nullptr : &tree[static_cast<std::size_t>(parent)];
+            RowView row{sequence, i, above == nullptr ? 1 : above->num_own + 1, -1};
+            const bool follows = parent == i - 1 && (above == nullptr || above->chain < 0);
+            if (!follows) row.chain = copy_path(above, i);
+            tree.push_back(row);
         }
+        rows.insert(rows.end(), tree.begin() + num_pending, tree.end());
     }
 
-    std::int64_t copy_path(std::int64_t start, std::int32_t parent, std::int32_t own) {
+    std::int64_t copy_path(const RowView* above, std::int32_t own) {
         const std::int64_t begin = static_cast<std::int64_t>(chains.size());
-        if (parent >= 0) {
-            const RowView& above = rows[static_cast<std::size_t>(start + parent)];
-            for (std::int64_t i = 0; i < above.num_own; ++i)
-                chains.push_back(above.chain < 0 ? static_cast<std::int32_t>(i)
-                                                 : chains[static_cast<std::size_t>(above.chain + i)]);
-        }
+        for (std::int64_t i = 0; above != nullptr && i < above->num_own; ++i)
+            chains.push_back(above->chain < 0 ? static_cast<std::int32_t>(i)
+                                              : chains[static_cast<std::size_t>(above->chain + i)]);
         chains.push_back(own);
         return begin;
     }
@@ -86,7 +100,9 @@ struct RowRun {
     std::int64_t first, count;
 };
 
-// All rows and heads of an attention, cut into items that threads may take in any way.
+// All rows and heads of an attention, cut into items that threads may take in any way: a group (a run of rows and heads
+// that share keys) is one item, or, where groups are few, one item per chunk of positions. The parts of the chunks are
+// joined in their order, so that neither the cut nor the threads change a bit.
 struct Attention {
     const Kernels* kernels;
     const RowPlan* plan;
@@ -97,18 +113,23 @@ struct Attention {
     std::int64_t query_stride;
     float* outputs;
     std::int64_t output_stride;
-    std::int64_t rows_per_item, heads_per_item;
-    std::vector<RowRun> runs;
+    std::int64_t rows_per_item = 1, heads_per_item = 1;
+    bool is_split = false;
+    float* parts = nullptr;  // [group][chunk][row][head][part_floats], where split
+    std::vector<RowRun> runs = {};
+    std::vector<std::int64_t> first_chunks = {};  // [run + 1]: chunks of the runs before it
+    std::unique_ptr<std::atomic<std::int64_t>[]> num_done = {};  // [group]: chunks of all layers so far
 
-    // How many rows of a sequence and heads that share keys go together: reading a key costs as much as using it for one
-    // row and head or two, but too few items leave threads idle.
-    void choose_items(int num_threads) {
+    // lengths[sequence]: cached positions. How many rows of a sequence and heads that share keys go together: reading a
+    // key has a price of its own, but too few items leave threads idle.
+    void choose_items(int num_threads, const std::vector<std::int64_t>& lengths) {
         std::int64_t best = INT64_MAX, best_rows = 1, best_heads = 1;
         for (rows_per_item = kAttendRows; rows_per_item >= 1; rows_per_item /= 2) {
-            cut_runs();
+            cut_runs(lengths);
             for (heads_per_item = heads.group() < 4 ? heads.group() : 4; heads_per_item >= 1; --heads_per_item) {
-                const std::int64_t share = (num_items() + num_threads - 1) / num_threads;
-                const std::int64_t cost = share * (3 + 2 * heads_per_item * largest_run());
+                const std::int64_t items = first_chunks.back() * heads.num_kv_heads * items_per_group();
+                const std::int64_t share = (items + num_threads - 1) / num_threads;
+                const std::int64_t cost = share * (kernels->attend_setup + 2 * heads_per_item * largest_run());
                 if (cost >= best) continue;
                 best = cost;
                 best_rows = rows_per_item;
@@ -117,47 +138,139 @@ struct Attention {
         }
         rows_per_item = best_rows;
         heads_per_item = best_heads;
-        cut_runs();
+        cut_runs(lengths);
+        is_split = num_threads > 1 && num_groups() < 8 * num_threads && first_chunks.back() > num_runs();
+        if (!is_split) return;
+        num_done.reset(new std::atomic<std::int64_t>[static_cast<std::size_t>(num_groups())]);
+        for (std::int64_t group = 0; group < num_groups(); ++group) num_done[static_cast<std::size_t>(group)] = 0;
     }
     std::int64_t items_per_group() const { return (heads.group() + heads_per_item - 1) / heads_per_item; }
-    std::int64_t num_items() const { return static_cast<std::int64_t>(runs.size()) * heads.num_kv_heads * items_per_group(); }
+    std::int64_t num_runs() const { return static_cast<std::int64_t>(runs.size()); }
+    std::int64_t num_groups() const { return num_runs() * heads.num_kv_heads * items_per_group(); }
+    std::int64_t num_items() const {
+        return (is_split ? first_chunks.back() : num_runs()) * heads.num_kv_heads * items_per_group();
+    }
+    // Bytes of `parts`.
+    std::int64_t parts_bytes() const { return is_split ? num_items() * part_stride() * 4 : 0; }
 
     struct Done {
         std::int64_t row, num_rows, first_head, num_heads;
     };
 
     // views[sequence]; a window of 0 sees all positions. Items run over rows first, so that neighbours read the same keys.
+    // Returns the outputs that are ready now, maybe none.
     Done run_item(std::int64_t item, const KeyRows* views, std::int64_t window) const {
-        const std::int64_t num_runs = static_cast<std::int64_t>(runs.size());
-        const RowRun& run = runs[static_cast<std::size_t>(item % num_runs)];
-        const std::int64_t part = item / num_runs;
-        const std::int64_t kv_head = part / items_per_group(), offset = part % items_per_group() * heads_per_item;
-        const std::int64_t left = heads.group() - offset;
-        const std::int64_t count = left < heads_per_item ? left : heads_per_item;
-        const std::int64_t first_head = kv_head * heads.group() + offset;
-        const KeyRows& cache = views[plan->rows[static_cast<std::size_t>(run.first)].sequence];
-        const std::int64_t size = is_half ? 2 : 4, base = kv_head * cache.head_stride * size;
-        AttendRow rows[kAttendRows];
-        for (std::int64_t i = 0; i < run.count; ++i) {
-            const std::int64_t row = run.first + i;
-            const RowView& view = plan->rows[static_cast<std::size_t>(row)];
-            const std::int64_t position = cache.length + view.num_own - 1;
-            rows[i].queries = queries + row * query_stride + first_head * heads.head_dim;
-            rows[i].outputs = outputs + row * output_stride + first_head * heads.head_dim;
-            rows[i].chain = view.chain < 0 ? nullptr : plan->chains.data() + view.chain;
-            rows[i].first = window > 0 && position >= window ? position - window + 1 : 0;
-            rows[i].last = position;
-        }
-        const AttendJob job{rows, run.count, count, heads.head_dim, static_cast<const char*>(cache.keys) + base,
-                            static_cast<const char*>(cache.values) + base, cache.row_stride, cache.length, scale};
-        (is_half ? kernels->attend_half : kernels->attend_float)(&job);
-        return {run.first, run.count, first_head, count};
+        return is_split ? run_chunk(item, views, window) : run_group(item, views, window);
     }
 
    private:
+    struct Group {
+        RowRun run;
+        std::int64_t kv_head, first_head, num_heads;
+        AttendRow rows[kAttendRows];
+        AttendJob job;
+
+        bool sees(std::int64_t begin) const {
+            for (std::int64_t i = 0; i < run.count; ++i)
+                if (rows[i].first < begin + kKeyChunk && rows[i].last >= begin) return true;
+            return false;
+        }
+    };
+
+    std::int64_t part_stride() const { return rows_per_item * heads_per_item * part_floats(heads.head_dim); }
+
+    void describe_group(std::int64_t run, std::int64_t part, const KeyRows* views, std::int64_t window, Group& group) const {
+        group.run = runs[static_cast<std::size_t>(run)];
+        group.kv_head = part / items_per_group();
+        const std::int64_t offset = part % items_per_group() * heads_per_item, left = heads.group() - offset;
+        group.num_heads = left < heads_per_item ? left : heads_per_item;
+        group.first_head = group.kv_head * heads.group() + offset;
+        const KeyRows& cache = views[plan->rows[static_cast<std::size_t>(group.run.first)].sequence];
+        for (std::int64_t i = 0; i < group.run.count; ++i) {
+            const std::int64_t row = group.run.first + i;
+            const RowView& view = plan->rows[static_cast<std::size_t>(row)];
+            const std::int64_t position = cache.length + view.num_own - 1;
+            group.rows[i] = {queries + row * query_stride + group.first_head * heads.head_dim, nullptr,
+                             view.chain < 0 ? nullptr : plan->chains.data() + view.chain,
+                             window > 0 && position >= window ? position - window + 1 : 0, position};
+        }
+        const std::int64_t base = group.kv_head * cache.head_stride * (is_half ? 2 : 4);
+        group.job = {group.rows, group.run.count, group.num_heads, heads.head_dim, static_cast<const char*>(cache.keys) + base,
+                     static_cast<const char*>(cache.values) + base, cache.row_stride, cache.length, 0, scale};
+    }
+
+    void attend_chunk(Group& group, std::int64_t begin, float* part) const {
+        const std::int64_t floats = part_floats(heads.head_dim), stride = group.num_heads * floats;
+        if (!group.sees(begin)) {
+            for (std::int64_t i = 0; i < group.run.count * group.num_heads; ++i) part[i * floats] = -__builtin_inff();
+            return;
+        }
+        for (std::int64_t i = 0; i < group.run.count; ++i) group.rows[i].part = part + i * stride;
+        group.job.begin = begin;
+        (is_half ? kernels->attend_half : kernels->attend_float)(&group.job);
+    }
+
+    void clear(const Group& group, float* state) const {
+        const std::int64_t floats = part_floats(heads.head_dim);
+        __builtin_memset(state, 0, static_cast<std::size_t>(group.run.count * group.num_heads * floats) * sizeof(float));
+        for (std::int64_t i = 0; i < group.run.count * group.num_heads; ++i) state[i * floats] = -__builtin_inff();
+    }
+
+    void join(const Group& group, const float* part, float* state) const {
+        const std::int64_t floats = part_floats(heads.head_dim);
+        for (std::int64_t i = 0; i < group.run.count * group.num_heads; ++i)
+            kernels->join_part(part + i * floats, heads.head_dim, state + i * floats);
+    }
+
+    Done finish(const Group& group, const float* state) const {
+        for (std::int64_t i = 0; i < group.run.count * group.num_heads; ++i) {
+            const std::int64_t row = group.run.first + i / group.num_heads, head = group.first_head + i % group.num_heads;
+            kernels->finish_attention(state + i * part_floats(heads.head_dim), heads.head_dim,
+                                      outputs + row * output_stride + head * heads.head_dim);
+        }
+        return {group.run.first, group.run.count, group.first_head, group.num_heads};
+    }
+
+    static constexpr std::int64_t kMostFloats = kAttendRows * 4 * (kPartHeader + kMaxHeadDim);
+
+    Done run_group(std::int64_t item, const KeyRows* views, std::int64_t window) const {
+        Group group;
+        const std::int64_t run = item % num_runs();
+        describe_group(run, item / num_runs(), views, window, group);
+        alignas(64) float part[kMostFloats], state[kMostFloats];
+        clear(group, state);
+        const std::int64_t count = first_chunks[static_cast<std::size_t>(run + 1)] - first_chunks[static_cast<std::size_t>(run)];
+        for (std::int64_t chunk = 0; chunk < count; ++chunk) {
+            if (!group.sees(chunk * kKeyChunk)) continue;
+            attend_chunk(group, chunk * kKeyChunk, part);
+            join(group, part, state);
+        }
+        return finish(group, state);
+    }
+
+    // One chunk of a group; whoever does the last one joins them.
+    Done run_chunk(std::int64_t item, const KeyRows* views, std::int64_t window) const {
+        const std::int64_t all = first_chunks.back(), part = item / all, at = item % all;
+        std::int64_t run = 0;
+        while (first_chunks[static_cast<std::size_t>(run + 1)] <= at) ++run;
+        const std::int64_t start = first_chunks[static_cast<std::size_t>(run)];
+        const std::int64_t count = first_chunks[static_cast<std::size_t>(run + 1)] - start;
+        Group group;
+        describe_group(run, part, views, window, group);
+        attend_chunk(group, (at - start) * kKeyChunk, parts + item * part_stride());
+        auto& done = num_done[static_cast<std::size_t>(part * num_runs() + run)];
+        if ((done.fetch_add(1, std::memory_order_acq_rel) + 1) % count != 0) return {0, 0, 0, 0};
+        alignas(64) float state[kMostFloats];
+        clear(group, state);
+        for (std::int64_t chunk = 0; chunk < count; ++chunk)
+            join(group, parts + (part * all + start + chunk) * part_stride(), state);
+        return finish(group, state);
+    }
+
     // Runs of rows of one sequence, of nearly equal length.
-    void cut_runs() {
+    void cut_runs(const std::vector<std::int64_t>& lengths) {
         runs.clear();
+        first_chunks.assign(1, 0);
         const std::int64_t num_rows = static_cast<std::int64_t>(plan->rows.size());
         for (std::int64_t begin = 0, end; begin < num_rows; begin = end) {
             const std::int32_t sequence = plan->rows[static_cast<std::size_t>(begin)].sequence;
@@ -165,9 +278,17 @@ struct Attention {
             const std::int64_t count = end - begin, parts = (count + rows_per_item - 1) / rows_per_item;
             for (std::int64_t part = 0; part < parts; ++part) {
                 const std::int64_t first = begin + count * part / parts;
-                runs.push_back({first, begin + count * (part + 1) / parts - first});
+                add_run({first, begin + count * (part + 1) / parts - first}, lengths[static_cast<std::size_t>(sequence)]);
             }
         }
+    }
+
+    void add_run(RowRun run, std::int64_t length) {
+        std::int64_t most = 0;
+        for (std::int64_t row = run.first; row < run.first + run.count; ++row)
+            most = std::max(most, length + plan->rows[static_cast<std::size_t>(row)].num_own);
+        runs.push_back(run);
+        first_chunks.push_back(first_chunks.back() + (most + kKeyChunk - 1) / kKeyChunk);
     }
 
     std::int64_t largest_run() const {
@@ -182,11 +303,17 @@ class Caches {
    public:
     // keys, values: lists of [L, G, C, D] arrays, float16 or float32; lengths: committed slots.
     Caches(const nb::list& keys, const nb::list& values, const std::vector<std::int64_t>& lengths,
-           const std::vector<std::int64_t>& bounds, std::int64_t num_kv_heads, std::int64_t head_dim);
+           const std::vector<std::int64_t>& bounds, const PendingRows& pending, std::int64_t num_kv_heads,
+           std::int64_t head_dim);
 
     bool is_half() const { return is_half_; }
     std::int64_t num_layers() const { return num_layers_; }
     std::size_t size() const { return entries_.size(); }
+    std::vector<std::int64_t> lengths() const {
+        std::vector<std::int64_t> lengths;
+        for (const Entry& entry : entries_) lengths.push_back(entry.length);
+        return lengths;
+    }
     KeyRows at(std::size_t sequence, std::int64_t layer) const {
         const Entry& e = entries_[sequence];
         const std::int64_t offset = layer * num_kv_heads_ * e.capacity * head_dim_ * (is_half_ ? 2 : 4);

@@ -17,6 +17,9 @@
 #endif
 
 namespace sakiyomi {
+#ifdef SAKIYOMI_NEON
+std::int64_t multiply_neon(std::int64_t count);  // in the file that is compiled for the instruction
+#endif
 namespace {
 
 using Bytes = In<std::uint8_t, nb::ndim<1>>;
@@ -118,6 +121,8 @@ Routines routines() {
     const std::string isa = kernels().name;
     if (isa == "avx512") return {read_avx512, multiply_avx512};
     if (isa == "avx2") return {read_avx2, multiply_avx2};
+#elif defined(SAKIYOMI_NEON)
+    if (std::string(kernels().name) == "neon") return {read_portable, multiply_neon};
 #endif
     return {read_portable, multiply_portable};
 }

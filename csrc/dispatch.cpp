@@ -7,13 +7,17 @@
 #include "kernels.hpp"
 #ifdef SAKIYOMI_X86
 #include <cpuid.h>
+#elif defined(SAKIYOMI_NEON) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#elif defined(SAKIYOMI_NEON)
+#include <sys/auxv.h>
 #endif
 
 namespace sakiyomi {
 namespace {
 
 struct Support {
-    bool avx2 = false, avx512 = false;
+    bool avx2 = false, avx512 = false, neon = false;
 };
 
 #ifdef SAKIYOMI_X86
@@ -38,6 +42,21 @@ Support detect() {
                      bit(b7, 31) && bit(c7, 11);
     return support;
 }
+#elif defined(SAKIYOMI_NEON) && defined(__APPLE__)
+Support detect() {
+    int has_dot_product = 0;
+    std::size_t size = sizeof has_dot_product;
+    Support support;
+    support.neon = sysctlbyname("hw.optional.arm.FEAT_DotProd", &has_dot_product, &size, nullptr, 0) == 0 && has_dot_product;
+    return support;
+}
+#elif defined(SAKIYOMI_NEON)
+Support detect() {
+    constexpr unsigned long kDotProduct = 1ul << 20;  // HWCAP_ASIMDDP; old headers do not name it
+    Support support;
+    support.neon = (getauxval(AT_HWCAP) & kDotProduct) != 0;
+    return support;
+}
 #else
 Support detect() { return {}; }
 #endif
@@ -47,9 +66,11 @@ const Kernels* find(const std::string& name, const Support& support) {
 #ifdef SAKIYOMI_X86
     if (name == "avx2" && support.avx2) return &kAvx2Kernels;
     if (name == "avx512" && support.avx512) return &kAvx512Kernels;
-#else
-    (void)support;
 #endif
+#ifdef SAKIYOMI_NEON
+    if (name == "neon" && support.neon) return &kNeonKernels;
+#endif
+    (void)support;
     return nullptr;
 }
 
@@ -57,14 +78,15 @@ const Kernels* find(const std::string& name, const Support& support) {
 
 std::string available_isas() {
     const Support support = detect();
-    return std::string("portable") + (support.avx2 ? " avx2" : "") + (support.avx512 ? " avx512" : "");
+    return std::string("portable") + (support.avx2 ? " avx2" : "") + (support.avx512 ? " avx512" : "") +
+           (support.neon ? " neon" : "");
 }
 
 namespace {
 
 const Kernels& choose_kernels() {
     const Support support = detect();
-    const std::string widest = support.avx512 ? "avx512" : support.avx2 ? "avx2" : "portable";
+    const std::string widest = support.avx512 ? "avx512" : support.avx2 ? "avx2" : support.neon ? "neon" : "portable";
     const char* wish = std::getenv("SAKIYOMI_ISA");
     const std::string name = wish != nullptr && *wish != '\0' ? wish : widest;
     const Kernels* found = find(name, support);

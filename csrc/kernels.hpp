@@ -13,7 +13,9 @@ enum {
     kLanes = 16,      // outputs in a block of a packed weight
     kGroup = 32,      // inputs that share a scale and a min
     kKeyBlock = 32,   // positions in a block of the online softmax
+    kKeyChunk = 128,  // positions whose attention is one part, so that threads may share long contexts
     kAttendRows = 8,  // rows that share the conversion of a block
+    kPartHeader = 16, // floats before the sums of a part: the largest score, the total of the weights
     kMaxHeadDim = 512,
     kChooseBlock = 64,  // logits whose largest is known, and which share the call of a routine
     kHalvesBytes = kLanes * 2 * 2,                // 16 scales and 16 mins in half precision, behind a group's values
@@ -47,11 +49,14 @@ struct LinearJob {
     int64_t output_stride;  // floats from row to row
 };
 
-// Attention of up to four query heads of each of a few rows over the keys of one key/value head.
+// Attention of up to four query heads of each of a few rows over those keys of one key/value head that lie in one chunk:
+// positions from `begin` (a multiple of kKeyChunk) to `begin` + kKeyChunk - 1.
 // The key at position p is row p of the cache below `length`, and row length + chain[p - length] from there on.
+// A part [head][part_floats] holds the largest score, the total of the weights relative to it, and behind the header the
+// sums of weighted values; a row that sees nothing of the chunk gets a largest score of minus infinity.
 struct AttendRow {
     const float* queries;  // head h at queries + h * head_dim
-    float* outputs;        // likewise
+    float* part;
     const int32_t* chain;  // or null: row p everywhere
     int64_t first, last;   // positions seen, both included
 };
@@ -65,8 +70,11 @@ struct AttendJob {
     const void* values;
     int64_t key_stride;    // elements from row to row
     int64_t length;
+    int64_t begin;
     float scale;
 };
+
+inline int64_t part_floats(int64_t head_dim) { return kPartHeader + (head_dim + kLanes - 1) / kLanes * kLanes; }
 
 struct NoiseKey;
 
@@ -78,6 +86,7 @@ struct ScoreRule {
 
 struct Kernels {
     const char* name;
+    int64_t attend_setup;  // what reading a key costs attention, in halves of what using it for a row and head costs
     void (*linear_quantized)(const LinearJob* job, int64_t first_block, int64_t last_block);
     void (*linear_dense)(const LinearJob* job, int64_t first_block, int64_t last_block);
     // Row `row` of `num_rows` quantized rows, from the group at `out` on.
@@ -88,6 +97,9 @@ struct Kernels {
     void (*from_half)(const uint16_t* x, int64_t count, float* out);
     void (*attend_half)(const AttendJob* job);
     void (*attend_float)(const AttendJob* job);
+    // Joins a part with what the parts before it gave, in the same form; the order of the parts decides the bits.
+    void (*join_part)(const float* part, int64_t head_dim, float* state);
+    void (*finish_attention)(const float* state, int64_t head_dim, float* out);
     void (*silu_mul)(const float* gate, const float* up, int64_t count, float* out);
     void (*add)(const float* x, const float* y, int64_t count, float* out);
     int64_t (*argmax)(const float* x, int64_t count);
@@ -112,7 +124,9 @@ extern const Kernels kPortableKernels;
 #ifdef SAKIYOMI_X86
 extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
-
+#endif
+#ifdef SAKIYOMI_NEON
+extern const Kernels kNeonKernels;
 #endif
 
 // The table in use: the widest that the machine runs, or the one that SAKIYOMI_ISA names. Throws std::invalid_argument.

@@ -3,5 +3,5 @@
 #include "kernels_impl.hpp"
 
 namespace sakiyomi {
-const Kernels kAvx512Kernels = SAKIYOMI_KERNELS("avx512");
+const Kernels kAvx512Kernels = SAKIYOMI_KERNELS("avx512", 3, attend<uint16_t>);
 }  // namespace sakiyomi

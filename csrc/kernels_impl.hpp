@@ -12,6 +12,9 @@ using sakiyomi::kGroup;
 using sakiyomi::group_bytes;
 using sakiyomi::input_group_bytes;
 using sakiyomi::kKeyBlock;
+using sakiyomi::kKeyChunk;
+using sakiyomi::kPartHeader;
+using sakiyomi::part_floats;
 using sakiyomi::kLanes;
 using sakiyomi::kMaxHeadDim;
 using sakiyomi::LinearJob;
@@ -46,7 +49,8 @@ template <Storage STORAGE, int ROWS, int BLOCKS>
 inline __attribute__((always_inline)) void dot_group(const uint8_t* weights, int64_t block_bytes, const int8_t* values,
                                                      Vi (*sums)[BLOCKS]) {
     for (int r = 0; r < ROWS; ++r)
-        for (int b = 0; b < BLOCKS; ++b) sums[r][b] = zero_int();
+        for (int b = 0; b < BLOCKS; ++b)
+            sums[r][b] = STORAGE == Storage::kNibbles ? zero_int() : start_sums(values + r * kGroup);
     Wq w[BLOCKS];
     if (STORAGE == Storage::kNibbles) {
 #pragma GCC unroll 4
@@ -213,6 +217,8 @@ void linear_quantized(const LinearJob* job, int64_t first_block, int64_t last_bl
         run_quantized<Storage::kBytes>(*job, first_block, last_block);
 }
 
+enum { kDenseRun = 64 };  // products summed before they join the total: one long sum would round more
+
 template <int ROWS, int BLOCKS, bool IS_FIRST_PASS>
 void dense_tile(const LinearJob& job, int64_t row, int64_t block) {
     const uint8_t* bytes = job.weights + block * job.block_bytes;
@@ -221,16 +227,24 @@ void dense_tile(const LinearJob& job, int64_t row, int64_t block) {
     Vf total[ROWS][BLOCKS];
     for (int r = 0; r < ROWS; ++r)
         for (int b = 0; b < BLOCKS; ++b) total[r][b] = set1(0.0f);
-    for (int64_t k = 0; k < job.num_inputs; ++k) {
-        const uint8_t* here = bytes + k * kLanes * 4;
-        if (IS_FIRST_PASS)
-            for (int b = 0; b < BLOCKS; ++b) prefetch(here + b * job.block_bytes + kAheadBytes);
-        Vf w[BLOCKS];
-        for (int b = 0; b < BLOCKS; ++b) w[b] = load(reinterpret_cast<const float*>(here + b * job.block_bytes));
-        for (int r = 0; r < ROWS; ++r) {
-            const Vf x = set1(inputs[r][k]);
-            for (int b = 0; b < BLOCKS; ++b) total[r][b] = fma(w[b], x, total[r][b]);
+    for (int64_t start = 0; start < job.num_inputs; start += kDenseRun) {
+        const int64_t end = min_of(start + kDenseRun, job.num_inputs);
+        Vf part[ROWS][BLOCKS];
+        for (int r = 0; r < ROWS; ++r)
+            for (int b = 0; b < BLOCKS; ++b) part[r][b] = set1(0.0f);
+        for (int64_t k = start; k < end; ++k) {
+            const uint8_t* here = bytes + k * kLanes * 4;
+            if (IS_FIRST_PASS)
+                for (int b = 0; b < BLOCKS; ++b) prefetch(here + b * job.block_bytes + kAheadBytes);
+            Vf w[BLOCKS];
+            for (int b = 0; b < BLOCKS; ++b) w[b] = load(reinterpret_cast<const float*>(here + b * job.block_bytes));
+            for (int r = 0; r < ROWS; ++r) {
+                const Vf x = set1(inputs[r][k]);
+                for (int b = 0; b < BLOCKS; ++b) part[r][b] = fma(w[b], x, part[r][b]);
+            }
         }
+        for (int r = 0; r < ROWS; ++r)
+            for (int b = 0; b < BLOCKS; ++b) total[r][b] = add(total[r][b], part[r][b]);
     }
     for (int r = 0; r < ROWS; ++r)
         for (int b = 0; b < BLOCKS; ++b) store_outputs(job, row + r, block + b, total[r][b]);
@@ -509,13 +523,14 @@ inline int position_in_block(int64_t position, int64_t start) {
 // Blocks of positions start at multiples of kKeyBlock. One is converted once for all rows that see the same keys in it.
 template <class Element, int HEADS>
 void attend_heads(const AttendJob& job) {
-    const int64_t dim = job.head_dim, whole = dim - dim % kLanes, padded = (dim + kLanes - 1) / kLanes * kLanes;
+    const int64_t dim = job.head_dim, padded = (dim + kLanes - 1) / kLanes * kLanes;
     const Element* keys = static_cast<const Element*>(job.keys);
     const Element* values = static_cast<const Element*>(job.values);
     alignas(64) float vectors[kAttendRows * HEADS * 2 * kMaxHeadDim];
     alignas(64) float block_keys[kKeyBlock * kMaxHeadDim], block_values[kKeyBlock * kMaxHeadDim];
     RowState<HEADS> states[kAttendRows];
-    int64_t first = job.rows[0].first, last = 0;
+    const int64_t stop = job.begin + kKeyChunk - 1;
+    int64_t first = stop + 1, last = job.begin - 1, furthest = 0;
     for (int64_t r = 0; r < job.num_rows; ++r) {
         RowState<HEADS>& state = states[r];
         state.queries = vectors + r * HEADS * 2 * padded;
@@ -526,8 +541,9 @@ void attend_heads(const AttendJob& job) {
             state.largest[h] = -__builtin_inff();
             state.total[h] = 0.0f;
         }
-        first = min_of(first, job.rows[r].first);
-        last = max_of(last, job.rows[r].last);
+        first = min_of(first, max_of(job.rows[r].first, job.begin));
+        last = max_of(last, min_of(job.rows[r].last, stop));
+        furthest = max_of(furthest, job.rows[r].last);
     }
     for (int64_t start = first - first % kKeyBlock; start <= last; start += kKeyBlock) {
         const int64_t end = start + kKeyBlock - 1;
@@ -542,7 +558,7 @@ void attend_heads(const AttendJob& job) {
         }
         for (int i = low; i <= high; ++i) {
             const int64_t at = (start + i) * job.key_stride, next = at + kKeyBlock * job.key_stride;
-            for (int64_t line = 0; start + kKeyBlock + i <= last && line < dim; line += 64 / static_cast<int>(sizeof(Element))) {
+            for (int64_t line = 0; start + kKeyBlock + i <= furthest && line < dim; line += 64 / static_cast<int>(sizeof(Element))) {
                 prefetch(keys + next + line);
                 prefetch(values + next + line);
             }
@@ -571,11 +587,11 @@ void attend_heads(const AttendJob& job) {
     }
     for (int64_t r = 0; r < job.num_rows; ++r)
         for (int h = 0; h < HEADS; ++h) {
-            const Vf denominator = set1(states[r].total[h]);
-            const float* sums = states[r].sums + h * padded;
-            float* out = job.rows[r].outputs + h * dim;
-            for (int64_t i = 0; i < whole; i += kLanes) store(out + i, div(load(sums + i), denominator));
-            if (whole < dim) store_tail(out + whole, div(load(sums + whole), denominator), dim - whole);
+            float* part = job.rows[r].part + h * part_floats(dim);
+            part[0] = states[r].largest[h];
+            part[1] = states[r].total[h];
+            for (int64_t i = 0; i < padded; i += kLanes)
+                store(part + kPartHeader + i, load(states[r].sums + h * padded + i));
         }
 }
 
@@ -589,13 +605,33 @@ void attend(const AttendJob* job) {
     }
 }
 
+void join_part(const float* part, int64_t head_dim, float* state) {
+    if (part[0] == -__builtin_inff()) return;
+    const float largest = state[0] > part[0] ? state[0] : part[0];
+    alignas(64) float factors[kLanes] = {state[0] - largest, part[0] - largest};
+    store(factors, exp_clamped(load(factors)));
+    const Vf before = set1(factors[0]), now = set1(factors[1]);
+    state[1] = state[1] * factors[0] + part[1] * factors[1];
+    state[0] = largest;
+    for (int64_t i = kPartHeader; i < part_floats(head_dim); i += kLanes)
+        store(state + i, fma(load(part + i), now, mul(load(state + i), before)));
+}
+
+void finish_attention(const float* state, int64_t head_dim, float* out) {
+    const int64_t whole = head_dim - head_dim % kLanes;
+    const Vf denominator = set1(state[1]);
+    const float* sums = state + kPartHeader;
+    for (int64_t i = 0; i < whole; i += kLanes) store(out + i, div(load(sums + i), denominator));
+    if (whole < head_dim) store_tail(out + whole, div(load(sums + whole), denominator), head_dim - whole);
+}
+
 }  // namespace
 
 #include "choose_impl.hpp"
 
-#define SAKIYOMI_KERNELS(name)                                                                                     \
+#define SAKIYOMI_KERNELS(name, attend_setup, attend_half)                                                          \
     {                                                                                                              \
-        name, linear_quantized, linear_dense, quantize, rms_norm, rope, to_half, from_half, attend<uint16_t>,      \
-            attend<float>, silu_mul, add_rows, argmax, scan_blocks, find_in_block, weigh_block, sum_blocks,        \
-            guess_block, guess_total, draw_block, bound_block                                                      \
+        name, attend_setup, linear_quantized, linear_dense, quantize, rms_norm, rope, to_half, from_half,          \
+            attend_half, attend<float>, join_part, finish_attention, silu_mul, add_rows, argmax, scan_blocks,      \
+            find_in_block, weigh_block, sum_blocks, guess_block, guess_total, draw_block, bound_block              \
     }

@@ -3,5 +3,5 @@
 #include "kernels_impl.hpp"
 
 namespace sakiyomi {
-const Kernels kPortableKernels = SAKIYOMI_KERNELS("portable");
+const Kernels kPortableKernels = SAKIYOMI_KERNELS("portable", 3, attend<uint16_t>);
 }  // namespace sakiyomi

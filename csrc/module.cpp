@@ -8,6 +8,7 @@ void bind_weights(nb::module_&);
 void bind_ops(nb::module_&);
 void bind_stack(nb::module_&);
 void bind_suffix(nb::module_&);
+void bind_speculator(nb::module_&);
 void bind_bench(nb::module_&);
 
 NB_MODULE(_native, m) {
@@ -16,5 +17,6 @@ NB_MODULE(_native, m) {
     bind_ops(m);
     bind_stack(m);
     bind_suffix(m);
+    bind_speculator(m);
     bind_bench(m);
 }

@@ -17,7 +17,8 @@
 namespace sakiyomi {
 
 Caches::Caches(const nb::list& keys, const nb::list& values, const std::vector<std::int64_t>& lengths,
-               const std::vector<std::int64_t>& bounds, std::int64_t num_kv_heads, std::int64_t head_dim)
+               const std::vector<std::int64_t>& bounds, const PendingRows& pending, std::int64_t num_kv_heads,
+               std::int64_t head_dim)
     : num_kv_heads_(num_kv_heads), head_dim_(head_dim) {
     const std::size_t count = bounds.empty() ? 0 : bounds.size() - 1;
     check(keys.size() == count && values.size() == count && lengths.size() == count,
@@ -33,7 +34,8 @@ Caches::Caches(const nb::list& keys, const nb::list& values, const std::vector<s
         is_half_ = sakiyomi::is_half(k);
         const std::int64_t layers = static_cast<std::int64_t>(k.shape(0)), capacity = static_cast<std::int64_t>(k.shape(2));
         num_layers_ = layers < num_layers_ ? layers : num_layers_;
-        const std::int64_t needed = lengths[s] + bounds[s + 1] - bounds[s];
+        const std::int64_t num_pending = static_cast<std::int64_t>(pending[s].size());
+        const std::int64_t needed = lengths[s] + num_pending + bounds[s + 1] - bounds[s];
         if (lengths[s] < 0 || needed > capacity)
             throw std::invalid_argument("a cache of " + std::to_string(capacity) + " slots is too small for " +
                                         std::to_string(needed) + " positions.");
@@ -158,13 +160,14 @@ void rope(HeadsIn x, Ints positions, Matrix table, HeadsOut out, int num_threads
 }
 
 void store(HeadsIn k, HeadsIn v, const nb::list& keys, const nb::list& values, const std::vector<std::int64_t>& lengths,
-           std::int64_t layer, const std::vector<std::int64_t>& bounds, HeadsOut k_out, HeadsOut v_out) {
+           const PendingRows& pending, std::int64_t layer, const std::vector<std::int64_t>& bounds, HeadsOut k_out,
+           HeadsOut v_out) {
     const std::int64_t num_rows = size_of(k, 0), num_heads = size_of(k, 1), dim = size_of(k, 2);
     for (std::size_t axis = 0; axis < 3; ++axis)
         for (const std::int64_t got : {size_of(v, axis), size_of(k_out, axis), size_of(v_out, axis)})
             check_equal("an axis of k, v or their copies", got, size_of(k, axis));
-    const RowPlan plan = RowPlan::trees(bounds, nullptr, num_rows);
-    const Caches caches(keys, values, lengths, bounds, num_heads, dim);
+    const RowPlan plan = RowPlan::trees(bounds, nullptr, num_rows, pending);
+    const Caches caches(keys, values, lengths, bounds, pending, num_heads, dim);
     check(num_rows == 0 || (layer >= 0 && layer < caches.num_layers()), "the cache has no such layer.");
     const Kernels& kernel = kernels();
     const std::int64_t size = caches.is_half() ? 2 : 4;
@@ -193,8 +196,11 @@ void run_attention(Attention& attention, const std::vector<KeyRows>& views, std:
     nb::gil_scoped_release released;
     const std::int64_t operations = num_keys * attention.heads.num_heads * attention.heads.head_dim / 4;
     const int useful = threads_for(check_threads(num_threads, kMaxThreads), operations);
-    attention.choose_items(useful);
+    std::vector<std::int64_t> lengths;
+    for (const KeyRows& view : views) lengths.push_back(view.length);
+    attention.choose_items(useful, lengths);
     Pool::Lease lease(useful);
+    attention.parts = reinterpret_cast<float*>(lease.scratch(static_cast<std::size_t>(attention.parts_bytes())));
     lease.run([&](Team& team, int rank) {
         team.share(rank, attention.num_items(), [&](std::int64_t item) { attention.run_item(item, views.data(), window); });
     });
@@ -208,17 +214,17 @@ Attention describe_attention(HeadsIn q, std::int64_t num_kv_heads, const RowPlan
     const std::int64_t width = heads.num_heads * heads.head_dim;
     check_equal("the number of rows of out", size_of(out, 0), size_of(q, 0));
     check_equal("the width of out", size_of(out, 1), width);
-    return {&kernels(), &plan, heads, false, scale, q.data(), width, out.data(), width, 1, 1, {}};
+    return {&kernels(), &plan, heads, false, scale, q.data(), width, out.data(), width};
 }
 
 void attend_cache(HeadsIn q, std::int64_t num_kv_heads, const nb::list& keys, const nb::list& values,
-                  const std::vector<std::int64_t>& lengths, std::int64_t layer, const std::vector<std::int64_t>& bounds,
-                  std::optional<Ints> parents, std::int64_t window, float scale, OutMatrix out, int num_threads) {
+                  const std::vector<std::int64_t>& lengths, const PendingRows& pending, std::int64_t layer,
+                  const std::vector<std::int64_t>& bounds, std::optional<Ints> parents, std::int64_t window, float scale, OutMatrix out, int num_threads) {
     const std::int64_t num_rows = size_of(q, 0);
     if (parents) check_equal("the number of parents", size_of(*parents, 0), num_rows);
-    const RowPlan plan = RowPlan::trees(bounds, parents ? parents->data() : nullptr, num_rows);
+    const RowPlan plan = RowPlan::trees(bounds, parents ? parents->data() : nullptr, num_rows, pending);
     Attention attention = describe_attention(q, num_kv_heads, plan, window, scale, out);
-    const Caches caches(keys, values, lengths, bounds, num_kv_heads, attention.heads.head_dim);
+    const Caches caches(keys, values, lengths, bounds, pending, num_kv_heads, attention.heads.head_dim);
     if (num_rows == 0) return;
     check(layer >= 0 && layer < caches.num_layers(), "the cache has no such layer.");
     attention.is_half = caches.is_half();
@@ -226,7 +232,7 @@ void attend_cache(HeadsIn q, std::int64_t num_kv_heads, const nb::list& keys, co
     std::int64_t num_keys = 0;
     for (std::size_t s = 0; s < caches.size(); ++s) {
         views.push_back(caches.at(s, layer));
-        num_keys += (lengths[s] + 1) * (bounds[s + 1] - bounds[s]);
+        num_keys += (lengths[s] + static_cast<std::int64_t>(pending[s].size()) + 1) * (bounds[s + 1] - bounds[s]);
     }
     run_attention(attention, views, window, num_threads, num_keys);
 }
@@ -301,9 +307,9 @@ void bind_ops(nanobind::module_& m) {
     m.def("rope", &rope, arg("x").noconvert(), arg("positions").noconvert(), arg("table").noconvert(),
           arg("out").noconvert(), arg("threads"));
     m.def("store", &store, arg("k").noconvert(), arg("v").noconvert(), arg("keys"), arg("values"), arg("lengths"),
-          arg("layer"), arg("bounds"), arg("k_out").noconvert(), arg("v_out").noconvert());
+          arg("pending"), arg("layer"), arg("bounds"), arg("k_out").noconvert(), arg("v_out").noconvert());
     m.def("attend_cache", &attend_cache, arg("q").noconvert(), arg("num_kv_heads"), arg("keys"), arg("values"),
-          arg("lengths"), arg("layer"), arg("bounds"), arg("parents").noconvert().none(), arg("window"), arg("scale"),
+          arg("lengths"), arg("pending"), arg("layer"), arg("bounds"), arg("parents").noconvert().none(), arg("window"), arg("scale"),
           arg("out").noconvert(), arg("threads"));
     m.def("attend_rows", &attend_rows, arg("q").noconvert(), arg("k").noconvert(), arg("v").noconvert(),
           arg("offsets").noconvert(), arg("columns").noconvert(), arg("window"), arg("scale"), arg("out").noconvert(),

@@ -74,9 +74,13 @@ inline Vf div(Vf a, Vf b) {
     LANES a.v[i] /= b.v[i];
     return a;
 }
-// Two roundings here: this path promises equality with itself only.
+// One rounding where the machine has an instruction for it. Two elsewhere: a path promises equality with itself only.
 inline Vf fma(Vf a, Vf b, Vf c) {
+#if defined(__FP_FAST_FMAF) || defined(__aarch64__)
+    LANES c.v[i] = __builtin_fmaf(a.v[i], b.v[i], c.v[i]);
+#else
     LANES c.v[i] = a.v[i] * b.v[i] + c.v[i];
+#endif
     return c;
 }
 // On NaN both return b, as the x86 instructions do.
@@ -98,9 +102,9 @@ inline float reduce_add(Vf a) {
     return a.v[0];
 }
 inline float reduce_max(Vf a) {
-    float r = a.v[0];
-    LANES r = r > a.v[i] ? r : a.v[i];
-    return r;
+    for (int width = 8; width > 0; width /= 2)
+        for (int i = 0; i < width; ++i) a.v[i] = a.v[i] > a.v[i + width] ? a.v[i] : a.v[i + width];
+    return a.v[0];
 }
 // Sums of four vectors.
 struct Quad {
@@ -179,6 +183,7 @@ inline Wq load_high(const uint8_t* p) {
     return r;
 }
 inline Vi shift_high(Vi a) { return a; }
+inline Vi start_sums(const int8_t*) { return zero_int(); }  // what sums of bytes start from
 inline Aq load_inputs(const int8_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
 inline Vi dot4(Vi acc, const Wq& w, Aq a) {
     LANES acc.v[i] += w.v[4 * i] * a.v[0] + w.v[4 * i + 1] * a.v[1] + w.v[4 * i + 2] * a.v[2] + w.v[4 * i + 3] * a.v[3];

@@ -264,9 +264,9 @@ class DecoderStack {
     }
 
     void run(Matrix x, Ints positions, Matrix table, const nb::list& keys, const nb::list& values,
-             const std::vector<std::int64_t>& lengths, std::int64_t first_layer, const std::vector<std::int64_t>& bounds,
-             std::optional<Ints> parents, const std::vector<std::int64_t>& taps, const nb::list& tap_arrays,
-             Out<float, nb::ndim<2>> out, int num_threads) const {
+             const std::vector<std::int64_t>& lengths, const PendingRows& pending, std::int64_t first_layer,
+             const std::vector<std::int64_t>& bounds, std::optional<Ints> parents, const std::vector<std::int64_t>& taps,
+             const nb::list& tap_arrays, Out<float, nb::ndim<2>> out, int num_threads) const {
         const std::int64_t num_rows = static_cast<std::int64_t>(x.shape(0)), hidden = sizes_.hidden;
         const std::int64_t num_layers = static_cast<std::int64_t>(layers_.size()), dim = sizes_.heads.head_dim;
         check_equal("the width of x", static_cast<std::int64_t>(x.shape(1)), hidden);
@@ -278,8 +278,8 @@ class DecoderStack {
         for (std::int64_t row = 0; row < num_rows; ++row)
             check(positions.data()[row] >= 0 && positions.data()[row] < static_cast<std::int64_t>(table.shape(0)),
                   "a position is outside the table.");
-        const RowPlan plan = RowPlan::trees(bounds, parents ? parents->data() : nullptr, num_rows);
-        const Caches caches(keys, values, lengths, bounds, sizes_.heads.num_kv_heads, dim);
+        const RowPlan plan = RowPlan::trees(bounds, parents ? parents->data() : nullptr, num_rows, pending);
+        const Caches caches(keys, values, lengths, bounds, pending, sizes_.heads.num_kv_heads, dim);
         if (num_rows == 0) return;
         check(first_layer >= 0 && first_layer + num_layers <= caches.num_layers(), "the cache has too few layers.");
         const std::vector<float*> tap_rows = check_taps(taps, tap_arrays, num_rows);
@@ -290,12 +290,16 @@ class DecoderStack {
         Pool::Lease lease(team_size);
         Workspace space;
         const std::int64_t copies = num_rows <= kMaxRepeatedRows ? team_size : 1;
-        const std::size_t needed = Workspace::layout(sizes_, num_rows, copies, nullptr, nullptr);
-        Workspace::layout(sizes_, num_rows, copies, lease.scratch(needed), &space);
         Attention attention{&kernel, &plan, sizes_.heads, caches.is_half(),
-                            static_cast<float>(1.0 / std::sqrt(static_cast<double>(dim))), space.qkv, sizes_.qkv_width(),
-                            space.attended, sizes_.attended_width(), 1, 1, {}};
-        attention.choose_items(team_size);
+                            static_cast<float>(1.0 / std::sqrt(static_cast<double>(dim))), nullptr, sizes_.qkv_width(),
+                            nullptr, sizes_.attended_width()};
+        attention.choose_items(team_size, caches.lengths());
+        const std::size_t work = Workspace::layout(sizes_, num_rows, copies, nullptr, nullptr);
+        std::byte* scratch = lease.scratch(work + static_cast<std::size_t>(attention.parts_bytes()));
+        Workspace::layout(sizes_, num_rows, copies, scratch, &space);
+        attention.queries = space.qkv;
+        attention.outputs = space.attended;
+        attention.parts = reinterpret_cast<float*>(scratch + work);
         std::vector<KeyRows> views(caches.size() * static_cast<std::size_t>(team_size));
         std::memcpy(out.data(), x.data(), static_cast<std::size_t>(num_rows * hidden) * sizeof(float));
         const Pass pass{kernel,           sizes_,       eps_,       num_rows, plan, caches,
@@ -402,6 +406,6 @@ void bind_stack(nanobind::module_& m) {
         .def(nb::init<const nb::list&, std::int64_t, std::int64_t, std::int64_t, float>(), arg("layers"),
              arg("num_heads"), arg("num_kv_heads"), arg("head_dim"), arg("eps"))
         .def("run", &DecoderStack::run, arg("x").noconvert(), arg("positions").noconvert(), arg("table").noconvert(),
-             arg("keys"), arg("values"), arg("lengths"), arg("layer"), arg("bounds"), arg("parents").noconvert().none(),
+             arg("keys"), arg("values"), arg("lengths"), arg("pending"), arg("layer"), arg("bounds"), arg("parents").noconvert().none(),
              arg("taps"), arg("tap_arrays"), arg("out").noconvert(), arg("threads"));
 }

@@ -71,6 +71,29 @@ SlabBytes::SlabBytes(std::size_t num_bytes) {
     num_left -= rounded;
 }
 
+void unpack_row(const PackedWeight& weight, std::int64_t n, float* out) {
+    const std::uint8_t* source = weight.bytes.get() + n / kLanes * weight.block_bytes();
+    const std::int64_t lane = n % kLanes;
+    if (!weight.is_quantized()) {
+        const float* floats = reinterpret_cast<const float*>(source);
+        for (std::int64_t k = 0; k < weight.num_inputs; ++k) out[k] = floats[k * kLanes + lane];
+        return;
+    }
+    const bool is_nibbles = weight.storage == Storage::kNibbles;
+    const std::int64_t size = value_bytes(weight.storage);
+    for (std::int64_t group = 0; group < weight.num_inputs / kGroup; ++group, source += group_bytes(weight.storage)) {
+        std::uint16_t halves[2];
+        std::memcpy(halves, source + size + lane * 2, 2);
+        std::memcpy(halves + 1, source + size + (kLanes + lane) * 2, 2);
+        const float scale = half_to_float(halves[0]), low = half_to_float(halves[1]);
+        for (int i = 0; i < kGroup; ++i) {
+            const int at = is_nibbles ? i % (kGroup / 2) : i, byte = source[(at / 4 * kLanes + lane) * 4 + at % 4];
+            const int value = !is_nibbles ? byte : i < kGroup / 2 ? byte & 15 : byte >> 4;
+            out[group * kGroup + i] = scale * static_cast<float>(value) + low;
+        }
+    }
+}
+
 namespace {
 
 struct QuantizedSource {
@@ -101,29 +124,6 @@ void pack_quantized_row(PackedWeight& weight, std::int64_t n, const QuantizedSou
 void pack_dense_row(PackedWeight& weight, std::int64_t n, const float* row) {
     float* block = reinterpret_cast<float*>(weight.bytes.get() + n / kLanes * weight.block_bytes());
     for (std::int64_t k = 0; k < weight.num_inputs; ++k) block[k * kLanes + n % kLanes] = row[k];
-}
-
-void unpack_row(const PackedWeight& weight, std::int64_t n, float* out) {
-    const std::uint8_t* source = weight.bytes.get() + n / kLanes * weight.block_bytes();
-    const std::int64_t lane = n % kLanes;
-    if (!weight.is_quantized()) {
-        const float* floats = reinterpret_cast<const float*>(source);
-        for (std::int64_t k = 0; k < weight.num_inputs; ++k) out[k] = floats[k * kLanes + lane];
-        return;
-    }
-    const bool is_nibbles = weight.storage == Storage::kNibbles;
-    const std::int64_t size = value_bytes(weight.storage);
-    for (std::int64_t group = 0; group < weight.num_inputs / kGroup; ++group, source += group_bytes(weight.storage)) {
-        std::uint16_t halves[2];
-        std::memcpy(halves, source + size + lane * 2, 2);
-        std::memcpy(halves + 1, source + size + (kLanes + lane) * 2, 2);
-        const float scale = half_to_float(halves[0]), low = half_to_float(halves[1]);
-        for (int i = 0; i < kGroup; ++i) {
-            const int at = is_nibbles ? i % (kGroup / 2) : i, byte = source[(at / 4 * kLanes + lane) * 4 + at % 4];
-            const int value = !is_nibbles ? byte : i < kGroup / 2 ? byte & 15 : byte >> 4;
-            out[group * kGroup + i] = scale * static_cast<float>(value) + low;
-        }
-    }
 }
 
 bool fits_nibbles(const std::uint8_t* values, std::int64_t count) {
@@ -210,6 +210,39 @@ std::unique_ptr<PackedWeight> from_packed(int bits, std::int64_t n, std::int64_t
     return weight;
 }
 
+// Rows `ids` of a weight, in that order, as a weight of its own with the same storage: nothing is rounded again.
+std::unique_ptr<PackedWeight> select_rows(const PackedWeight& source, In<std::int32_t, nb::ndim<1>> ids) {
+    const std::int64_t count = static_cast<std::int64_t>(ids.shape(0)), k = source.num_inputs;
+    for (std::int64_t i = 0; i < count; ++i)
+        if (ids.data()[i] < 0 || ids.data()[i] >= source.num_outputs)
+            throw std::out_of_range("row " + std::to_string(ids.data()[i]) + " is out of range; rows are 0 to " +
+                                    std::to_string(source.num_outputs - 1) + ".");
+    auto chosen = std::make_unique<PackedWeight>(source.storage, count, k);
+    // In pieces of `unit` bytes a block holds [pieces][16 outputs]: 4 bytes of values, then halves, or floats.
+    const auto copy_pieces = [](std::uint8_t* target, std::int64_t to, const std::uint8_t* from, std::int64_t lane,
+                                std::int64_t unit, std::int64_t num_pieces) {
+        for (std::int64_t piece = 0; piece < num_pieces; ++piece)
+            std::memcpy(target + (piece * kLanes + to) * unit, from + (piece * kLanes + lane) * unit,
+                        static_cast<std::size_t>(unit));
+    };
+    nb::gil_scoped_release released;
+    for (std::int64_t i = 0; i < count; ++i) {
+        const std::int64_t row = ids.data()[i], lane = row % kLanes, to = i % kLanes;
+        const std::uint8_t* from = source.bytes.get() + row / kLanes * source.block_bytes();
+        std::uint8_t* target = chosen->bytes.get() + i / kLanes * chosen->block_bytes();
+        if (!source.is_quantized()) {
+            copy_pieces(target, to, from, lane, 4, k);
+            continue;
+        }
+        const std::int64_t size = value_bytes(source.storage), step = group_bytes(source.storage);
+        for (std::int64_t group = 0; group < k / kGroup; ++group, from += step, target += step) {
+            copy_pieces(target, to, from, lane, 4, size / (4 * kLanes));
+            copy_pieces(target + size, to, from + size, lane, 2, 2);
+        }
+    }
+    return chosen;
+}
+
 // A checksum that runs at the speed of memory: eight sums of words, each turned before the next word, joined at the end.
 std::uint64_t checksum(In<std::uint8_t, nb::ndim<1>> bytes) {
     nb::gil_scoped_release released;
@@ -254,6 +287,7 @@ void bind_weights(nanobind::module_& m) {
         .def_prop_ro("value_bits", &value_bits)
         .def_prop_ro("packed", &packed_bytes)
         .def_prop_ro("num_bytes", &PackedWeight::num_bytes);
+    m.def("select_rows", &select_rows, nb::arg("weight"), nb::arg("ids").noconvert());
     m.def("checksum", &checksum, nb::arg("bytes").noconvert());
     m.def("embed", &embed, nb::arg("weight"), nb::arg("ids").noconvert(), nb::arg("out").noconvert());
 }

@@ -44,6 +44,9 @@ struct PackedWeight {
     std::int64_t num_bytes() const { return num_blocks() * block_bytes(); }
 };
 
+// Row n of a weight as floats [K].
+void unpack_row(const PackedWeight& weight, std::int64_t n, float* out);
+
 // Rows of `width` numbers as a weight wants them: quantized, or as they are.
 struct QuantizedRows {
     std::uint8_t* bytes;

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from sakiyomi.text.tokenizer import Tokenizer
 from sakiyomi.types import TokenizerData
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))  # for the modules that several tests share
 
 # No deadline: the first example of a test often compiles or loads something.
 settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -109,3 +112,24 @@ def write_llama(byte_tokenizer_json: str) -> Callable[..., Path]:
         return folder
 
     return write
+
+
+@pytest.fixture(scope="session")
+def trained_toy(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A tiny target that has learnt a toy grammar (`trained_toy.Toy`)."""
+    torch = pytest.importorskip("torch")
+    from trained_toy import make_toy
+
+    torch.set_num_threads(1)
+    return make_toy(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture(scope="session")
+def toy_mlp(trained_toy: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An mlp drafter fitted to 20 answers of the trained toy, until it knows them."""
+    from sakiyomi.train.fit import fit_mlp
+    from trained_toy import FAST_FIT, write_documents
+
+    model = trained_toy.load()
+    shards = write_documents(model, trained_toy.prompts[:20], 60, 1.0)
+    return fit_mlp(FAST_FIT, shards, model, tmp_path_factory.mktemp("mlp"))

@@ -34,6 +34,7 @@ WriteLlama = Callable[..., Path]
         ({"dtype": "bfloat16"}, "torch"),
         ({"device": "cuda"}, "torch"),
         ({"device": "cuda", "dtype": "float32"}, "torch"),
+        ({"backend": "hf"}, "hf"),
     ],
 )
 def test_the_backend_follows_from_dtype_and_device(options: dict[str, str], backend: str) -> None:
@@ -43,7 +44,8 @@ def test_the_backend_follows_from_dtype_and_device(options: dict[str, str], back
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backend": "jax"}, "native or torch"),
+        ({"backend": "jax"}, "native, torch or hf"),
+        ({"dtype": "int8", "backend": "hf"}, "native CPU backend only"),
         ({"dtype": "int4"}, "int8, float32"),
         ({"dtype": "int8", "device": "cuda"}, "native CPU backend only"),
         ({"dtype": "int8", "backend": "torch"}, "native CPU backend only"),
@@ -71,16 +73,27 @@ def test_vocabularies_that_differ_by_padding_go_together(
     assert drafted.speculation.num_draft_tokens > 0
 
 
-def test_another_tokenizer_is_refused_with_advice(
-    tmp_path: Path, write_llama: WriteLlama, byte_tokenizer_json: str
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_another_tokenizer_is_translated(
+    tmp_path: Path, write_llama: WriteLlama, byte_tokenizer_json: str, temperature: float
 ) -> None:
+    """A drafter with the target's weights and all ids named otherwise guesses as well as the target itself."""
     other = json.loads(byte_tokenizer_json)
     vocab = other["model"]["vocab"]
     first, second = list(vocab)[65:67]
     vocab[first], vocab[second] = vocab[second], vocab[first]
     target = write_llama(tmp_path / "target")
     draft = write_llama(tmp_path / "draft", tokenizer=json.dumps(other))
-    with pytest.raises(VocabularyError, match=r"another tokenizer.*Take a smaller model"):
+    params = SamplingParams(temperature=temperature, seed=1, max_tokens=24, ignore_eos=True)
+    plain = LLM(str(target), drafter="none").generate("Hello", params)[0]
+    drafted = LLM(str(target), drafter=f"model:model={draft}").generate("Hello", params)[0]
+    assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
+
+
+def test_a_model_without_a_tokenizer_cannot_draft(tmp_path: Path, write_llama: WriteLlama) -> None:
+    target, draft = write_llama(tmp_path / "target"), write_llama(tmp_path / "draft")
+    (draft / "tokenizer.json").unlink()
+    with pytest.raises(VocabularyError, match=r"no tokenizer.*such as suffix"):
         LLM(str(target), drafter=f"model:model={draft}")
 
 

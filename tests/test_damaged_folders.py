@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.assemble import ModelOptions, load_model
-from sakiyomi.checkpoints.safetensors import CONFIG_KINDS, GENERATION_KINDS, INDEX_KINDS, TOKENIZER_KINDS
+from sakiyomi.checkpoints.files import INDEX_KINDS
+from sakiyomi.checkpoints.safetensors import CONFIG_KINDS, GENERATION_KINDS, TOKENIZER_KINDS
 from sakiyomi.errors import CheckpointError, SakiyomiError
 
 FILES: dict[str, list[str]] = {

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sakiyomi.decode import Step, prefill, step
+from sakiyomi.decode import Step, prefill, propose, step
 from sakiyomi.drafters.none import NoneDrafter
 from sakiyomi.drafters.planted import PlantedDrafter, Script, follow, scatter
 from sakiyomi.models.toy import ToyModel, random_law, scripted_law
@@ -211,3 +212,12 @@ def test_neighbours_in_a_step_do_not_matter() -> None:
         running = [s for s in together if s.finish_reason is None]
         step(model, drafter, MatchVerifier(), running, [5] * len(running))
     assert [s.tokens for s in together] == [s.tokens for s in alone]
+
+
+def test_a_model_that_takes_no_trees_is_given_chains_or_nothing() -> None:
+    model = ToyModel(random_law(8, seed=1), 8)
+    drafter = planted(lambda *_: Draft.from_paths([[1], [2, 3], [2, 1]]))
+    sequence = start(model, SamplingParams(max_tokens=32))
+    info = replace(model.info, draft_shape="chains")
+    assert propose(drafter, [sequence], [8], info) == [Draft.chain([2, 3])]
+    assert propose(drafter, [sequence], [8], replace(model.info, draft_shape="none")) == [Draft.empty()]

@@ -99,6 +99,15 @@ def test_limits_of_the_machine_are_measured(forward: ModuleType) -> None:
     assert min(machine.read_gb_s, machine.copy_gb_s, machine.int8_gop_s) > 0
 
 
+def test_a_second_start_of_the_real_model_fits_its_memory(
+    forward: ModuleType, model_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SAKIYOMI_CACHE", str(tmp_path))
+    start = forward.measure_start(model_path, threads=2, repeats=1)
+    assert len(list((tmp_path / "packed").iterdir())) == 1  # left by the first start, mapped by the second
+    assert 0 < start.resident_mb <= start.peak_mb <= 350
+
+
 def test_ratios_are_taken_within_a_round(forward: ModuleType) -> None:
     times = forward.Times()
     for ours, peer in ((1.0, 2.0), (10.0, 20.0), (1.0, 5.0)):

@@ -11,9 +11,9 @@ import pytest
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "sakiyomi"
 
 LAYERS = (
-    ("errors", "params", "noise", "tree", "types", "results", "plugins"),
+    ("errors", "params", "noise", "tree", "types", "results", "plugins", "cores", "parts"),
     ("ops",),
-    ("sampling", "text", "checkpoints", "lookup", "plan", "hub"),
+    ("sampling", "text", "checkpoints", "lookup", "plan", "hub", "tuned"),
     ("nets", "cache", "verify"),
     ("models",),
     ("decode",),
@@ -21,7 +21,7 @@ LAYERS = (
     ("engine",),
     ("assemble", "requests", "session", "llm", "hf"),
     ("measure",),
-    ("train", "bench", "prove", "doctor", "serve"),
+    ("train", "bench", "prove", "doctor", "serve", "tune"),
     ("cli",),
     ("", "__main__"),  # the package's own __init__: the public surface
 )
@@ -31,11 +31,14 @@ LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in name
 ALTERNATIVES = {
     "drafters": frozenset[str](),
     "verify": frozenset[str](),
-    "checkpoints": frozenset[str](),
+    "checkpoints": frozenset({"files", "layout"}),
     "ops": frozenset({"base"}),  # what the implementations may import
 }
 # The only places that may import torch or transformers; everything else runs without them.
-NEEDS_TORCH = ("ops.torch", "ops.torch_noise", "models.torch", "models.hf", "hf", "train")
+NEEDS_TORCH = (
+    *("ops.torch", "ops.torch_noise", "models.torch", "models.hf", "hf", "train"),
+    *("bench.peers", "checkpoints.pickled"),
+)
 NEEDS_NATIVE = ("ops.native", "sampling.choose", "lookup.automaton")
 
 

@@ -644,8 +644,10 @@ def test_a_long_prompt_over_a_large_vocabulary_needs_little_memory() -> None:
 @pytest.mark.parametrize(
     ("config", "legacy", "expected"),
     [
-        (None, {}, ("suffix", {})),
+        (None, {}, ("auto", {})),
         ({"method": "ngram", "num_speculative_tokens": 3}, {}, ("ngram", {"num_speculative_tokens": 3})),
+        ({"method": "mlp_speculator", "model": "a.safetensors"}, {}, ("mlp", {"path": "a.safetensors"})),
+        ({"method": "mlp_speculator", "num_speculative_tokens": 2}, {}, ("mlp", {"num_speculative_tokens": 2})),
         ({"method": "ngram", "prompt_lookup_max": 5}, {}, ("ngram", {"max_ngram": 5, "min_ngram": 5})),
         (
             {"model": "[ngram]", "prompt_lookup_max": 4, "prompt_lookup_min": 2},
@@ -695,7 +697,7 @@ def test_unknown_keys_are_errors_that_name_the_known(
 @pytest.mark.parametrize(
     ("spec", "error", "message"),
     [
-        ("ngran", UnknownNameError, "did you mean 'ngram'.*model, ngram, none, planted"),
+        ("ngran", UnknownNameError, "did you mean 'ngram'.*model, ngram, none, peagle, planted"),
         ("ngram:max_ngam=3", ParameterError, "did you mean 'max_ngram'"),
         ("ngram:max_ngram=three", ParameterError, "give a number"),
         ("ngram:max_ngram", ParameterError, "name:key=value"),

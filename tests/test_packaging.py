@@ -114,3 +114,11 @@ def test_nothing_imports_torch_unasked(script: str) -> None:
     check = "import sys; heavy = {'torch', 'transformers', 'scipy'} & set(sys.modules); assert not heavy, heavy"
     shown = run(sys.executable, "-c", f"{script}\n{check}", PYTHONPATH=str(ROOT / "src"))
     assert shown.returncode == 0, shown.stderr
+
+
+def test_without_torch_its_parts_say_what_to_install(pure_scripts: Path) -> None:
+    for module in ("sakiyomi.hf", "sakiyomi.models.hf"):
+        shown = run(pure_scripts / "python", "-I", "-c", f"import {module}")
+        assert shown.returncode == 1
+        assert "MissingExtraError" in shown.stderr.splitlines()[-1]
+        assert 'pip install "sakiyomi[torch]"' in shown.stderr.splitlines()[-1]

@@ -23,6 +23,7 @@ RUN_ELSEWHERE = {
 QUICK = {
     "benchmarks/speed.py": "--per-group 1 --groups qa --tokens 4 --rounds 1",
     "sakiyomi prove": "--temperature 1 --tokens 8",
+    "sakiyomi bench": "--per-group 1 --group qa --tokens 4 --rounds 1",
 }
 """What is added to a command that takes minutes."""
 

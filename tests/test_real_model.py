@@ -96,6 +96,21 @@ def test_also_after_partial_rejections(loaded: LoadedModel, prompt: list[int]) -
     assert drafted.speculation.acceptance_per_position == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_auto_gives_the_tokens_of_plain_decoding_while_its_budget_learns(
+    loaded: LoadedModel, temperature: float
+) -> None:
+    plain, auto = LLM.from_loaded(loaded), LLM.from_loaded(loaded, drafter="auto", max_num_seqs=2)
+    text = "Repeat this twice: the cat sat on the mat, the dog sat on the log, the hen sat on the pen."
+    prompts = [plain.render([{"role": "user", "content": text}]), plain.render([{"role": "user", "content": "Hello!"}])]
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=48)
+    expected = plain.generate(prompts, params)
+    found = auto.generate(prompts, params)
+    assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in expected]
+    assert found[0].speculation.drafter == "auto"
+    assert found[0].speculation.num_accepted_tokens > 0
+
+
 # ---------------------------------------------------------------------------------------------- finishes
 
 

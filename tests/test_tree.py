@@ -328,3 +328,21 @@ def test_the_frontier_is_the_deepest_level_at_its_most_confident() -> None:
     assert tree.frontier(2) == [4, 5]
     assert tree.frontier(9, frozenset({5})) == [3, 5]
     assert tree.confidences[3] == pytest.approx(-3.1)
+
+
+def test_the_best_chain_is_the_path_that_is_expected_to_be_accepted_longest() -> None:
+    draft = Draft.from_paths([[1, 2], [3, 4, 5], [3, 6]])
+    assert draft.best_chain() == Draft.chain([3, 4, 5])
+    sure = Draft((1, 3, 2, 4), (-1, -1, 0, 1), confidences=(0.9, 0.5, 0.8, 0.4))
+    assert sure.best_chain() == Draft((1, 2), (-1, 0), confidences=(0.9, 0.8))
+    chain = Draft.chain([1, 2])
+    assert chain.best_chain() is chain
+    assert len(Draft.empty().best_chain()) == 0
+
+
+def test_the_best_chain_of_a_sampled_draft_is_that_of_the_first_draws() -> None:
+    laws = [np.array([0.1, 0.2, 0.3, 0.4])] * 4
+    draft = Draft((3, 1, 2, 0), (-1, -1, 0, 1), "independent", laws, None, (1, 0, 1, 2, 3))
+    chain = draft.best_chain()
+    assert (chain.tokens, chain.parents, chain.drawn, chain.draws) == ((1, 0), (-1, 0), "independent", None)
+    chain.check(4)

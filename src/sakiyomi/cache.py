@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from sakiyomi.errors import ParameterError
 from sakiyomi.ops.base import KVSlots, Ops
+from sakiyomi.tree import Computed
 from sakiyomi.types import Array
 
 FIRST_CAPACITY = 64
@@ -30,6 +31,7 @@ class KVCache:
         self._shape = (num_layers, num_kv_heads, head_dim)
         self._length = 0
         self._num_pending = 0
+        self._computed: Computed | None = None
         self._allocate(0)
 
     @property
@@ -56,19 +58,33 @@ class KVCache:
         """Whether a model of this shape can write here (one with fewer layers can)."""
         return self._shape[0] >= num_layers and self._shape[1:] == (num_kv_heads, head_dim)
 
-    def reserve(self, num_rows: int) -> None:
-        """Make room for the rows of a forward pass behind `length`; pending rows of an earlier pass are dropped."""
+    def note(self, computed: Computed) -> None:
+        """Remember what first layers have made of the pending rows."""
+        self._computed = computed
+
+    def find(self, computed: Computed | None) -> Computed | None:
+        """`computed` itself if the rows that it tells of are still pending here, else None."""
+        return computed if computed is self._computed else None
+
+    def reserve(self, num_rows: int, num_kept: int = 0) -> None:
+        """Make room for the rows of a forward pass behind `length`.
+
+        Args:
+            num_kept: how many pending rows of an earlier pass are the first ones of this; the others are dropped.
+        """
         if num_rows < 0:
             raise ParameterError(f"cannot reserve {num_rows} rows; give 0 or more.")
         needed = self._length + num_rows
         if needed > self._capacity:
             generous = max(2 * self._capacity, FIRST_CAPACITY)
-            self._grow(max(needed, generous if self._max_length is None else min(generous, self._max_length)))
+            largest = generous if self._max_length is None else min(generous, self._max_length)
+            self._grow(max(needed, largest), self._length + num_kept)
         self._num_pending = num_rows
+        self._computed = None
 
-    def slots(self) -> KVSlots:
-        """The arrays as the ops take them."""
-        return KVSlots(self._keys, self._values, self._length)
+    def slots(self, pending: tuple[int, ...] = ()) -> KVSlots:
+        """The arrays as the ops take them, with the parents of pending rows that a pass goes on from."""
+        return KVSlots(self._keys, self._values, self._length, pending)
 
     def keep(self, path: Sequence[int]) -> None:
         """Commit rows of the last forward pass and drop its other rows.
@@ -97,6 +113,7 @@ class KVCache:
             self._values[:, :, target] = self._values[:, :, source]
         self._length += len(path)
         self._num_pending = 0
+        self._computed = None
 
     def truncate(self, length: int) -> None:
         """Forget every position from `length` on, and pending rows.
@@ -108,6 +125,7 @@ class KVCache:
             raise ParameterError(f"cannot truncate a cache of {self._length} positions to {length}.")
         self._length = length
         self._num_pending = 0
+        self._computed = None
 
     def fork(self) -> KVCache:
         """An independent copy of the committed positions."""
@@ -121,10 +139,10 @@ class KVCache:
         self._keys, self._values = self._ops.new_kv(*self._shape, capacity)
         self._capacity = capacity
 
-    def _grow(self, capacity: int) -> None:
+    def _grow(self, capacity: int, num_used: int) -> None:
         keys, values = self._keys, self._values
         self._allocate(capacity)
-        self._copy_slots(keys, values, self._length)
+        self._copy_slots(keys, values, num_used)
 
     def _copy_slots(self, keys: Array, values: Array, length: int) -> None:
         self._keys[:, :, :length] = keys[:, :, :length]

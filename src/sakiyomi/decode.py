@@ -29,6 +29,8 @@ class Step:
         tokens: the ids committed now, at least one.
         num_accepted: how many of them, from the first on, were drafted.
         num_draft: drafted nodes that were checked.
+        num_tried: how many draft positions were put to the test: the accepted ones, and the one at which the draft
+            went wrong. A draft that ended while it was right has none of the latter.
         num_lossy: how many of the accepted ones only a lossy rule accepts.
         logprobs: one entry per token where the request asked for them.
     """
@@ -38,6 +40,7 @@ class Step:
     num_draft: int
     logprobs: tuple[TokenLogprobs, ...] | None
     num_lossy: int = 0
+    num_tried: int = 0
 
 
 def step(model: Model, drafter: Drafter, verifier: Verifier, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Step]:
@@ -47,7 +50,13 @@ def step(model: Model, drafter: Drafter, verifier: Verifier, sequences: Seq[Sequ
         sequences: prefilled and unfinished.
         budgets: for each sequence the number of draft nodes at most.
     """
-    drafts = propose(drafter, sequences, budgets, model.info)
+    return advance(model, drafter, verifier, sequences, propose(drafter, sequences, budgets, model.info))
+
+
+def advance(
+    model: Model, drafter: Drafter, verifier: Verifier, sequences: Seq[Sequence], drafts: Seq[Draft]
+) -> list[Step]:
+    """The part of a step behind the proposal: forward, verify, commit, observe."""
     spans = [_span(sequence, draft, drafter.taps) for sequence, draft in zip(sequences, drafts, strict=True)]
     outputs = model.forward(spans)
     # All verdicts before the first commit: a row that cannot be judged leaves every sequence as it was.
@@ -57,6 +66,7 @@ def step(model: Model, drafter: Drafter, verifier: Verifier, sequences: Seq[Sequ
         sequence.num_steps += 1
         steps.append(_commit(sequence, draft, verdict, output, model.info))
         _keep(sequence, span, verdict.path[: len(steps[-1].tokens) - 1], output, drafter)
+        _observe_probes(drafter, sequence, draft, output)
     return steps
 
 
@@ -83,7 +93,7 @@ def propose(drafter: Drafter, sequences: Seq[Sequence], budgets: Seq[int], info:
     """
     depths = [_num_left(sequence, info) - 1 for sequence in sequences]
     budgets = [max(min(budget, depth), 0) for budget, depth in zip(budgets, depths, strict=True)]
-    if not any(budgets):
+    if info.draft_shape == "none" or not any(budgets):
         return [Draft.empty() for _ in sequences]
     try:
         return _checked_drafts(drafter, sequences, budgets, info)
@@ -96,10 +106,16 @@ def _checked_drafts(drafter: Drafter, sequences: Seq[Sequence], budgets: Seq[int
     drafts = drafter.propose(sequences, budgets)
     if len(drafts) != len(sequences):
         raise ValueError(f"{len(drafts)} drafts for {len(sequences)} sequences")
-    drafts = [draft.trim(budget, budget) for draft, budget in zip(drafts, budgets, strict=True)]
-    for draft in drafts:
+    return [_checked_draft(draft, budget, info) for draft, budget in zip(drafts, budgets, strict=True)]
+
+
+def _checked_draft(draft: Draft, budget: int, info: ModelInfo) -> Draft:
+    if len(draft) or draft.probes is not None:
+        draft = draft.trim(budget, budget)
+        if info.draft_shape == "chains":
+            draft = draft.best_chain()
         draft.check(info.vocab_size)
-    return drafts
+    return draft
 
 
 def _propose_alone(drafter: Drafter, sequence: Sequence, budget: int, info: ModelInfo) -> Draft:
@@ -123,7 +139,13 @@ def _span(sequence: Sequence, draft: Draft, taps: tuple[int, ...]) -> Span:
     tail = sequence.tokens[sequence.cache.length :]
     root = len(tail) - 1
     parents = [*range(-1, root), *(root if parent == ROOT else root + 1 + parent for parent in draft.parents)]
-    return Span(sequence.cache, [*tail, *draft.tokens], parents, range(root, len(parents)), taps)
+    tokens, rows = [*tail, *draft.tokens], [*range(root, len(parents))]
+    if draft.probes is not None:
+        first = len(parents)
+        tokens += draft.probes.tokens
+        parents += (root if parent == ROOT else first + parent for parent in draft.probes.parents)
+        rows += (first + row for row in draft.probes.asked)
+    return Span(sequence.cache, tokens, parents, rows, taps, draft.computed)
 
 
 def _commit(sequence: Sequence, draft: Draft, verdict: Verdict, output: Output, info: ModelInfo) -> Step:
@@ -139,12 +161,15 @@ def _commit(sequence: Sequence, draft: Draft, verdict: Verdict, output: Output, 
             logprobs.append(log_probs(output.row(row), token, num_logprobs))
         if _finish(sequence, token, info):
             break
+    num_accepted = min(len(verdict.path), num_emitted)
+    last = verdict.path[-1] if verdict.path else ROOT
     return Step(
         verdict.tokens[:num_emitted],
-        min(len(verdict.path), num_emitted),
+        num_accepted,
         len(draft),
         None if num_logprobs is None else tuple(logprobs),
         sum(index < num_emitted for index in verdict.lossy),
+        num_accepted + (num_emitted > num_accepted and last in draft.parents),
     )
 
 
@@ -178,6 +203,15 @@ def _keep(sequence: Sequence, span: Span, path: Seq[int], output: Output, drafte
 def _observe(drafter: Drafter, sequence: Sequence, start: int, tokens: Seq[int], taps: Array | None) -> None:
     try:
         drafter.observe(sequence, start, tokens, taps)
+    except Exception as error:
+        report_once(drafter, error)
+
+
+def _observe_probes(drafter: Drafter, sequence: Sequence, draft: Draft, output: Output) -> None:
+    if draft.probes is None:
+        return
+    try:
+        drafter.observe_probes(sequence, draft.probes, output.argmax()[len(draft) + 1 :])
     except Exception as error:
         report_once(drafter, error)
 

@@ -5,7 +5,8 @@
     ├── UnknownNameError (ValueError) an unknown model, drafter, verifier or option name
     ├── ContextLengthError (ValueError) a prompt that does not fit the context
     ├── CheckpointError               a file that is missing, truncated, mis-shaped or of an unsupported kind
-    ├── VocabularyError (ValueError)  target and drafter do not share a tokenizer
+    │   └── UnsupportedModelError     a sound model of a kind that this backend does not know
+    ├── VocabularyError (ValueError)  target and drafter have no tokens in common, or no tokenizer to compare
     ├── DownloadError                 a model that could not be fetched or stored
     └── MissingExtraError (ImportError) an optional part that is not installed, or native kernels that were not built
 
@@ -35,8 +36,12 @@ class CheckpointError(SakiyomiError):
     """A model file that is missing, damaged, mis-shaped or of an unsupported kind."""
 
 
+class UnsupportedModelError(CheckpointError):
+    """A sound model of a kind that a backend does not know; another backend may."""
+
+
 class VocabularyError(SakiyomiError, ValueError):
-    """Two models that must share a tokenizer and do not."""
+    """Two models whose tokens cannot be brought together."""
 
 
 class DownloadError(SakiyomiError):

@@ -25,6 +25,7 @@ from sakiyomi.assemble import (
     make_drafter,
     make_verifier,
 )
+from sakiyomi.engine.budget import AdaptiveBudget, Budget, BudgetName, FixedBudget, check_budget
 from sakiyomi.engine.engine import Engine
 from sakiyomi.errors import ParameterError
 from sakiyomi.params import MAX_SEED, SamplingParams
@@ -43,13 +44,15 @@ class LLM:
 
     Args:
         model: "smollm2", a folder in transformers' layout, a .gguf file, or a hub id.
-        drafter: `name` or `name:key=value,...`, or a Drafter; None takes `suffix`.
+        drafter: `name` or `name:key=value,...`, or a Drafter; None takes `auto`.
         verifier: the acceptance rule, `name` or `name:key=value,...`. `match` keeps every token as plain decoding has
             it; `rejection`, `block`, `tree` and `traversal` keep the distribution; `typical`, `lenient` and `relaxed`
             keep neither and need the consent `lossy=true` among their options.
         dtype, device, backend, threads, max_model_len: see `assemble.ModelOptions`.
         seed: base of the seeds of requests that bring none; None draws each afresh.
         max_num_seqs: sequences that share a step at most.
+        budget: "adaptive" measures while it decodes and drafts and checks what pays; "fixed" lets the drafter draft
+            what its options say; "auto" is adaptive for the drafter `auto` and fixed for all others.
         speculative_config: vLLM's way to name the drafter.
         legacy: vLLM's older keywords `speculative_model`, `num_speculative_tokens`, `ngram_prompt_lookup_max`,
             `ngram_prompt_lookup_min` and `use_v2_block_manager`.
@@ -68,6 +71,7 @@ class LLM:
         seed: int | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 16,
+        budget: BudgetName = "auto",
         speculative_config: Mapping[str, Any] | None = None,
         **legacy: Any,
     ) -> None:
@@ -77,11 +81,12 @@ class LLM:
             dtype=dtype, device=device, backend=backend, threads=threads, max_model_len=max_model_len
         )
         rule = make_verifier(verifier)
+        check_budget(budget)
         if isinstance(name, str):
             check_drafter(name, more)  # before anything is loaded
         loaded = load_model(model, options)
         built = make_drafter(name, loaded, options, more, rule.draw) if isinstance(name, str) else name
-        self._setup(loaded, built, rule, seed, max_num_seqs)
+        self._setup(loaded, built, rule, seed, max_num_seqs, budget)
         self.requests.load_seconds = time.perf_counter() - started
 
     @classmethod
@@ -93,17 +98,25 @@ class LLM:
         verifier: str = "match",
         seed: int | None = None,
         max_num_seqs: int = 16,
+        budget: BudgetName = "auto",
     ) -> LLM:
         """An LLM over a model that is loaded already (shared weights, toys)."""
         llm = cls.__new__(cls)
         rule = make_verifier(verifier)
         built = make_drafter(drafter, loaded, ModelOptions(), draw=rule.draw) if isinstance(drafter, str) else drafter
-        llm._setup(loaded, built, rule, seed, max_num_seqs)
+        llm._setup(loaded, built, rule, seed, max_num_seqs, budget)
         return llm
 
     def _setup(
-        self, loaded: LoadedModel, drafter: Drafter, verifier: Verifier, seed: int | None, max_num_seqs: int
+        self,
+        loaded: LoadedModel,
+        drafter: Drafter,
+        verifier: Verifier,
+        seed: int | None,
+        max_num_seqs: int,
+        budget: BudgetName,
     ) -> None:
+        check_budget(budget)
         if type(max_num_seqs) is not int or max_num_seqs < 1:
             raise ParameterError(f"max_num_seqs={max_num_seqs!r} is not allowed; give an integer of at least 1.")
         if seed is not None and not (type(seed) is int and 0 <= seed <= MAX_SEED):
@@ -115,6 +128,8 @@ class LLM:
         self.verifier = verifier
         self.requests = Requests(loaded, drafter, verifier, seed)
         self._max_num_seqs = max_num_seqs
+        is_adaptive = drafter.wants_budget if budget == "auto" else budget == "adaptive"
+        self._budget: Budget = AdaptiveBudget(drafter) if is_adaptive else FixedBudget(drafter)
 
     @property
     def info(self) -> ModelInfo:
@@ -205,7 +220,7 @@ class LLM:
                 if raises:
                     raise
                 requests.append(self.requests.fail(prompt, own, error))
-        self._run(requests, use_tqdm)
+        self.run(requests, use_tqdm)
         for index, request in enumerate(requests):
             request.error = request.error or next((job.error for job in request.jobs if job.error is not None), None)
             if request.error is not None:
@@ -214,7 +229,8 @@ class LLM:
                 logger.warning("Prompt %d failed: %s", index, request.error)
         return [self.requests.result(request) for request in requests]
 
-    def _run(self, requests: Seq[Request], use_tqdm: bool) -> None:
+    def run(self, requests: Seq[Request], use_tqdm: bool = False) -> None:
+        """Run requests that are built to their ends."""
         engine = self._engine()
         for request in requests:
             for job in request.jobs:
@@ -225,7 +241,9 @@ class LLM:
                 show(sum(request.is_finished for request in requests))
 
     def _engine(self) -> Engine:
-        return Engine(self.loaded.model, self.drafter, self.verifier, max_num_seqs=self._max_num_seqs)
+        return Engine(
+            self.loaded.model, self.drafter, self.verifier, max_num_seqs=self._max_num_seqs, budget=self._budget
+        )
 
     # ------------------------------------------------------------------------------------------ streams
 

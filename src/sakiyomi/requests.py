@@ -243,6 +243,7 @@ class Requests:
                 prefill_s=sum(job.prefill_s for job in request.jobs),
                 decode_s=decode_s,
                 tokens_per_s=num_new / decode_s if decode_s else 0.0,
+                draft_s=max((job.draft_s for job in request.jobs), default=0.0),
             ),
             seed=request.seed,
             finished=request.is_finished,
@@ -290,6 +291,7 @@ class Requests:
             num_lossy_tokens=counter.num_lossy_tokens,
             mean_acceptance_length=counter.mean_acceptance_length,
             acceptance_per_position=counter.acceptance_per_position,
+            tried_per_position=counter.tried_per_position,
         )
 
 

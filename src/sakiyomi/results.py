@@ -50,6 +50,8 @@ class SpeculationStats:
         mean_acceptance_length: 1 + accepted / steps, the bonus token included.
         num_lossy_tokens: accepted tokens that only a lossy rule accepts.
         acceptance_per_position: for each draft position the share of steps that accepted it.
+        tried_per_position: for each draft position the share of steps that put it to the test, that is whose draft
+            was right before it and went on.
     """
 
     drafter: str
@@ -60,18 +62,20 @@ class SpeculationStats:
     num_accepted_tokens: int
     mean_acceptance_length: float
     acceptance_per_position: list[float]
+    tried_per_position: list[float] = field(default_factory=list)
     num_lossy_tokens: int = 0
     verifier_options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Seconds, and new tokens per second of decoding."""
+    """Seconds, and new tokens per second of decoding; `draft_s` is the drafter's part of `decode_s`."""
 
     load_s: float
     prefill_s: float
     decode_s: float
     tokens_per_s: float
+    draft_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

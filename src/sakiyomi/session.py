@@ -86,6 +86,7 @@ class ChatSession:
             return
         pairs = zip(previous.tokens[: previous.cache.length], sequence.tokens[:-1], strict=False)
         length = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        previous.cache.truncate(length)
+        # A drafter's row at a position may depend on the token behind it, so the last common one is fed again.
+        previous.cache.truncate(max(length - 1, 0) if self._llm.drafter.taps else length)
         sequence.cache, sequence.memo = previous.cache, previous.memo
         rewind(self._llm.drafter, sequence, length)

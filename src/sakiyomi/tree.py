@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import exp
 from typing import Any, Literal
 
 import numpy as np
@@ -17,6 +18,60 @@ Rows = Sequence[npt.NDArray[Any]]
 ROOT = -1
 SAMPLED: tuple[Drawn, ...] = ("independent", "without_replacement")
 LAW_TOLERANCE = 1e-3  # of the sum of a law; what single precision makes of 200,000 ids is far inside
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Computed:
+    """What the first layers of a model have made of rows that wait, uncommitted, in a cache of the model's.
+
+    The keys and values are in the cache, so this is good for the next pass over that cache alone: a model compares the
+    object with the one its cache knows, and computes everything anew where they differ.
+
+    Attributes:
+        tokens, parents: the rows, as in `types.Span`.
+        layers: the layers that have run over them.
+        num_leading: how many of these are the model's first ones, without a gap.
+        hidden: the rows' hidden states [M, H] behind those.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    layers: tuple[int, ...]
+    num_leading: int
+    hidden: Any
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Probes:
+    """Rows that the verification computes beside a draft and never accepts: their answers are for the drafter alone.
+
+    Attributes:
+        tokens: P token ids; unlike a draft's nodes, siblings may be equal.
+        parents: P indices into the probes, each smaller than its own index, -1 for children of the root.
+        asked: the probes, ascending, behind which the most probable token is wanted.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    asked: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def check(self, vocab_size: int) -> None:
+        """Raise ParameterError unless ids are in range, parents come first and what is asked exists."""
+        if len(self.tokens) != len(self.parents):
+            raise ParameterError(f"a draft has {len(self.tokens)} probes but {len(self.parents)} parents of them.")
+        for row, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
+            if not 0 <= token < vocab_size:
+                raise ParameterError(f"probe {row} holds id {token}; ids are 0 to {vocab_size - 1}.")
+            if not ROOT <= parent < row:
+                raise ParameterError(f"probe {row} has parent {parent}; a parent comes before its children.")
+        if list(self.asked) != sorted({row for row in self.asked if 0 <= row < len(self)}):
+            raise ParameterError(f"asked={self.asked} of {len(self)} probes; name some of them, ascending.")
 
 
 @dataclass(frozen=True)
@@ -36,6 +91,9 @@ class Draft:
             never be left out because of its own token or probability.
         confidences: for each node the drafter's estimate of the probability that the text passes through it, or None
             where the drafter has none. Never larger than the parent's.
+        computed: what the drafter, being the target's own first layers, has computed of the root's row and of the first
+            nodes; the verification goes on from there.
+        probes: rows to compute beside the nodes. They count as nodes where a number of nodes is the limit.
 
     Siblings carry distinct tokens. `check` raises on a draft that breaks these rules.
     """
@@ -47,6 +105,8 @@ class Draft:
     probs_ids: Rows | None = field(default=None, compare=False)
     draws: tuple[int, ...] | None = None
     confidences: tuple[float, ...] | None = None
+    computed: Computed | None = field(default=None, compare=False)
+    probes: Probes | None = None
 
     @classmethod
     def empty(cls) -> Draft:
@@ -148,8 +208,11 @@ class Draft:
     def trim(self, max_nodes: int, max_depth: int) -> Draft:
         """The draft without nodes deeper than `max_depth` and with at most `max_nodes` nodes, in their order.
 
-        Of a sampled draft at most `max_nodes` draws stay, so that no draw is left out because of what it drew.
+        Of a sampled draft at most `max_nodes` draws stay, so that no draw is left out because of what it drew. Probes
+        stay where there is room for all of them.
         """
+        if self.probes is not None and len(self) + len(self.probes) > max_nodes:
+            return replace(self, probes=None).trim(max_nodes, max_depth)
         draws: Sequence[int] = range(len(self)) if self.draws is None else self.draws
         if len(draws) <= max_nodes and all(depth <= max_depth for depth in self.depths):
             return self
@@ -164,7 +227,40 @@ class Draft:
             _rows(self.probs_ids, kept),
             None if self.draws is None else tuple(index[node] for node in draws),
             None if self.confidences is None else tuple(self.confidences[node] for node in kept),
+            self.computed,
+            self.probes,
         )
+
+    def best_chain(self) -> Draft:
+        """The path that is expected to be accepted longest, for a model that checks no trees.
+
+        Of a sampled draft it is the path of the first draws, so that none is left out because of what it drew.
+        """
+        if self.is_chain:
+            return self
+        if self.drawn in SAMPLED:
+            kept, node = [], ROOT
+            while below := self.draws_below(node):
+                node = below[0]
+                kept.append(node)
+        else:
+            kept = list(self.path(self._best_leaf()))
+        return Draft(
+            tuple(self.tokens[node] for node in kept),
+            tuple(range(-1, len(kept) - 1)),
+            self.drawn,
+            _rows(self.probs, kept),
+            _rows(self.probs_ids, kept),
+            None,
+            None if self.confidences is None else tuple(self.confidences[node] for node in kept),
+        )
+
+    def _best_leaf(self) -> int:
+        """The node whose path has the largest sum of confidences, the first of equal ones."""
+        sums: list[float] = []
+        for parent, confidence in zip(self.parents, _confidences(self), strict=True):
+            sums.append(confidence + (0.0 if parent == ROOT else sums[parent]))
+        return max(range(len(sums)), key=lambda node: sums[node])
 
     def check(self, vocab_size: int) -> None:
         """Raise ParameterError unless ids are in range, parents come first, siblings differ and laws are laws."""
@@ -181,6 +277,8 @@ class Draft:
             raise ParameterError(f"a draft has {len(self.tokens)} tokens but {len(self.confidences)} confidences.")
         if self.drawn in SAMPLED:
             self._check_laws(vocab_size)
+        if self.probes is not None:
+            self.probes.check(vocab_size)
 
     def _check_laws(self, vocab_size: int) -> None:
         if self.draws is not None and set(self.draws) != set(range(len(self))):
@@ -261,11 +359,18 @@ class TreeBuilder:
         return sorted(self._rank(range(len(self)))[:max_nodes])
 
     def build(self, nodes: Sequence[int] | None = None, drawn: Drawn = "fixed") -> Draft:
-        """The draft of all nodes, or of some that hold every parent of theirs."""
+        """The draft of all nodes, or of some that hold every parent of theirs.
+
+        It has confidences unless every node was added with the logarithm 0, as by a drafter that knows none.
+        """
         nodes = range(len(self)) if nodes is None else nodes
         index = {ROOT: ROOT} | {node: new for new, node in enumerate(nodes)}
-        tokens = tuple(self.tokens[node] for node in nodes)
-        return Draft(tokens, tuple(index[self.parents[node]] for node in nodes), drawn)
+        return Draft(
+            tuple(self.tokens[node] for node in nodes),
+            tuple(index[self.parents[node]] for node in nodes),
+            drawn,
+            confidences=tuple(exp(self.confidences[node]) for node in nodes) if any(self.confidences) else None,
+        )
 
     def _rank(self, nodes: Iterable[int]) -> list[int]:
         # A child as confident as its parent (probability 1) must not come before it.

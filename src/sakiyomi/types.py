@@ -5,7 +5,7 @@ Shapes: M rows of a span, R packed rows of a call, V vocabulary, D width of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +16,13 @@ import numpy.typing as npt
 
 from sakiyomi.noise import NoiseKey
 from sakiyomi.params import SamplingParams
-from sakiyomi.tree import Draft
+from sakiyomi.tree import Computed, Draft, Probes
 
 Array: TypeAlias = Any  # an array of the backend at hand: numpy.ndarray or torch.Tensor
 Lossless: TypeAlias = Literal["tokens", "distribution", "no"]
 DrawMode: TypeAlias = Literal["argmax", "coupled", "independent"]
 """How a drafter with laws of its own finds tokens: the most probable, with the target's noise, or sampled by itself."""
+DraftShape: TypeAlias = Literal["trees", "chains", "none"]
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 GROUP_SIZE = 32
 
@@ -111,6 +112,30 @@ class Checkpoint:
     tokenizer: TokenizerData | None
     end_token_ids: tuple[int, ...]
     files: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterFile:
+    """A trained drafter as it is stored, in one form whatever the file format.
+
+    Attributes:
+        kind: the drafter that reads it ("mlp", "eagle3", "peagle", "medusa").
+        config: numbers of its net.
+        taps: the target's layers whose hidden states it reads (0: the embedding, L: before the final norm).
+        target: what `nets.binding.describe_target` said of the model that it was trained for.
+        tensors: the net's names to arrays.
+        vocabulary: int32, the ascending ids that it drafts, or None for all.
+        recipe, measured: how it was trained, and what it reached then.
+    """
+
+    kind: str
+    config: Mapping[str, Any]
+    taps: tuple[int, ...]
+    target: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    vocabulary: npt.NDArray[np.int32] | None = None
+    recipe: Mapping[str, Any] | None = None
+    measured: Mapping[str, Any] | None = None
 
 
 # ---------------------------------------------------------------------------------------------- sequences
@@ -205,6 +230,8 @@ class ModelInfo:
         max_model_len: positions of the context.
         hidden_size: width of one tap.
         is_bit_exact: whether a row's logits are the same bits whatever is computed beside it.
+        draft_shape: what one pass checks at little cost. Where it is "chains", drafts are cut to `Draft.best_chain`;
+            where it is "none", every token costs as much as a step, so none are drafted.
     """
 
     name: str
@@ -216,6 +243,7 @@ class ModelInfo:
     end_token_ids: tuple[int, ...] = ()
     is_bit_exact: bool = False
     dtype: str = "float32"
+    draft_shape: DraftShape = "trees"
 
 
 @runtime_checkable
@@ -258,6 +286,8 @@ class Span:
             (rows with parent -1 have depth 1).
         logit_rows: the rows whose logits are wanted, ascending.
         taps: layer numbers t whose hidden state (after t layers; 0 = embedding, L = before the final norm) is wanted.
+        computed: an offer to go on from what the first layers have computed of the first rows. A model takes it up as
+            far as the rows are the same and its cache still holds their keys and values; results do not depend on it.
     """
 
     cache: Cache
@@ -265,6 +295,7 @@ class Span:
     parents: Seq[int]
     logit_rows: Seq[int] = ()
     taps: tuple[int, ...] = ()
+    computed: Computed | None = None
 
 
 class Output(Protocol):
@@ -286,6 +317,24 @@ class Output(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """What a target lends to the nets of its drafters.
+
+    Attributes:
+        ops: the operations (`ops.base.Ops`) that its weights are prepared for.
+        embedding, head: weights [V, H].
+        norm: the final norm's weight [H].
+        eps: of its norms.
+    """
+
+    ops: Any
+    embedding: Any
+    head: Any
+    norm: Array
+    eps: float
+
+
 class Model(Protocol):
     """Something that verifies: target models, and drafters' own models too."""
 
@@ -299,9 +348,17 @@ class Model(Protocol):
         """Run all spans in one pass; rows land in the caches behind their length, uncommitted."""
         ...
 
-    def shallow(self, num_layers: int) -> Model:
-        """The same model cut after its first layers, sharing weights."""
+    def shallow(self, num_layers: int, skip: Collection[int] = ()) -> Model:
+        """The same model cut after its first layers, and without those in `skip`, sharing weights.
+
+        Where it can run over the caches of the whole model, so that what it computes need not be computed again, its
+        outputs have an attribute `computed`, for the next span over that cache.
+        """
         ...
+
+    def lend(self) -> Lent | None:
+        """What drafters may share of its weights; None where it has none to share."""
+        return None
 
 
 # ---------------------------------------------------------------------------------------------- speculation
@@ -328,15 +385,25 @@ class DrafterContext:
 
     Attributes:
         target: the model that verifies.
-        load_model: loads a second model by name and checks that it shares the target's tokenizer.
+        load_model: loads a second model by name.
         draw: how the verifier wants tokens to be found; for drafters that can choose.
         make_drafters: builds the drafters that a text joins by "+", for the same target.
+        open_drafter: reads the trained drafter of one of some kinds from a path, or (None) the one that comes with the
+            package, and checks that it was made for the target.
+        fitting_parts: the drafters that suit the target, joined by "+".
+        translate: how the ids of that model become the target's (a `text.vocabulary.Translation`), or None where both
+            have one tokenizer.
+        tuned: what `sakiyomi tune` chose for the target, by the drafter's name.
     """
 
     target: Model
     load_model: Callable[[str], Model]
     draw: DrawMode = "coupled"
     make_drafters: Callable[[str], list[Drafter]] | None = None
+    open_drafter: Callable[[tuple[str, ...], str | None], DrafterFile] | None = None
+    fitting_parts: str = "suffix"
+    translate: Callable[[str], Any] = lambda name: None
+    tuned: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 class Drafter(Protocol):
@@ -349,6 +416,8 @@ class Drafter(Protocol):
     needs_all_taps: bool = False
     reads_prediction: bool = False
     """Whether it drafts from `Sequence.prediction`."""
+    wants_budget: bool = False
+    """Whether the engine shall decide at each step how much to draft and to check, unless the user decides."""
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         """One draft per sequence, of at most `budget` nodes each."""
@@ -358,6 +427,10 @@ class Drafter(Protocol):
         """A committed run of positions from `start`, with their taps [len(tokens), D]; in order, without gaps."""
         return None
 
+    def observe_probes(self, sequence: Sequence, probes: Probes, tokens: Seq[int]) -> None:
+        """The most probable tokens behind the asked ones of the probes that the last draft came with."""
+        return None
+
     def rewind(self, sequence: Sequence, length: int) -> None:
         """The sequence's tokens from `length` on were replaced (a new chat turn); forget at least those."""
         self.forget(sequence)
@@ -365,6 +438,10 @@ class Drafter(Protocol):
     def forget(self, sequence: Sequence) -> None:
         """The sequence is over; drop what was kept for it."""
         sequence.memo = None
+
+    def sources(self) -> Seq[Drafter]:
+        """The drafters that a budget may ask apart, the cheap ones first; only their `propose` is used."""
+        return [self]
 
 
 class Verifier(Protocol):

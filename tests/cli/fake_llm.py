@@ -81,8 +81,9 @@ class FakeLLM:
             num_lossy_tokens=0,
             mean_acceptance_length=1.6,
             acceptance_per_position=[0.4, 0.2],
+            tried_per_position=[0.5, 1.0],
         )
-        timing = SimpleNamespace(load_s=0.5, prefill_s=0.25, decode_s=0.125, tokens_per_s=64.0)
+        timing = SimpleNamespace(load_s=0.5, prefill_s=0.25, decode_s=0.125, draft_s=0.0625, tokens_per_s=64.0)
         return SimpleNamespace(
             prompt_token_ids=prompt if isinstance(prompt, list) else [1, 2, 3],
             outputs=[completion],

@@ -28,7 +28,7 @@ def test_defaults_are_greedy_and_without_a_cap(run, llm) -> None:
     prompt, params = llm.asked[0]
     assert prompt == [5], "the chat template was not applied"
     assert (params.temperature, params.max_tokens, params.seed) == (0.0, None, None)
-    assert (llm.options.model, llm.options.drafter, llm.options.verifier) == ("smollm2", "suffix", "match")
+    assert (llm.options.model, llm.options.drafter, llm.options.verifier) == ("smollm2", "auto", "match")
 
 
 EVERY_OPTION = """
@@ -125,8 +125,9 @@ def test_json_is_one_object_with_the_frozen_keys(run, llm) -> None:
             "num_lossy_tokens": 0,
             "mean_acceptance_length": 1.6,
             "acceptance_per_position": [0.4, 0.2],
+            "tried_per_position": [0.5, 1.0],
         },
-        "timing": {"load_s": 0.5, "prefill_s": 0.25, "decode_s": 0.125, "tokens_per_s": 64.0},
+        "timing": {"load_s": 0.5, "prefill_s": 0.25, "decode_s": 0.125, "draft_s": 0.0625, "tokens_per_s": 64.0},
     }
 
 

@@ -37,3 +37,16 @@ def test_an_unknown_name(run) -> None:
     result = run("pull", "smolm2")
     assert (result.code, result.stdout) == (1, "")
     assert "smollm2" in result.stderr
+
+
+def test_clean_names_what_it_removes(run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SAKIYOMI_CACHE", str(tmp_path))
+    monkeypatch.setattr(hub, "pull", None)
+    result = run("pull", "--clean")
+    assert (result.code, result.stdout, result.stderr) == (0, "", "files removed: 0, 0 MB\n")
+    (tmp_path / "packed").mkdir()
+    stale = tmp_path / "packed" / "gone-int8-0123456789abcdef.bin"
+    stale.write_bytes(bytes(2_000_000))
+    result = run("pull", "--clean")
+    assert (result.code, result.stdout, result.stderr) == (0, f"{stale}\n", "files removed: 1, 2 MB\n")
+    assert not stale.exists()

@@ -24,11 +24,12 @@ def generate(model_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[.
 
 def test_streamed_text_is_the_json_text_with_any_drafter(generate) -> None:
     prompt = (demo.PROMPT, "-n", "40")
-    code, streamed, summary = generate(*prompt)
+    code, streamed, summary = generate(*prompt, "-d", "suffix")
     assert code == 0, summary
-    answers = {name: json.loads(generate(*prompt, "--json", "-d", name)[1]) for name in ("none", "suffix")}
+    answers = {name: json.loads(generate(*prompt, "--json", "-d", name)[1]) for name in ("none", "suffix", "auto")}
     assert streamed == answers["none"]["text"] + "\n"
     assert answers["suffix"]["token_ids"] == answers["none"]["token_ids"]
+    assert answers["auto"]["token_ids"] == answers["none"]["token_ids"]
     assert answers["suffix"]["usage"] == answers["none"]["usage"]
     speculation = answers["suffix"]["speculation"]
     assert speculation["drafter"] == "suffix"

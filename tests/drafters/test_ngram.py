@@ -35,7 +35,7 @@ def test_lookup_equals_a_search(tokens: list[int], config: NgramDrafter.Config, 
     index = NgramIndex(config)
     for end in range(0, len(tokens) + 1, chunk):
         index.extend(tokens[:end])
-        assert index.lookup(tokens[:end], num_tokens) == search(tokens[:end], config, num_tokens)
+        assert index.lookup(tokens[:end], num_tokens)[0] == search(tokens[:end], config, num_tokens)
 
 
 def sequence_of(tokens: list[int]) -> Sequence:

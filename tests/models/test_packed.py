@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +116,111 @@ def test_small_models_are_not_kept(model: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(module, "MIN_BYTES", 1 << 20)
     run_again(model)
     assert not (model.parent / "cache").exists()
+
+
+def names_in_cache(model: Path) -> set[str]:
+    return {path.name.split("-")[0] for path in (model.parent / "cache" / "packed").iterdir()}
+
+
+def pack(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    run(PackedFile.of([path], "int8"), [])
+
+
+def test_packing_another_model_removes_files_of_models_that_are_gone_or_replaced(model: Path) -> None:
+    gone, replaced, other = (model.parent / f"{name}.gguf" for name in ("gone", "replaced", "other"))
+    for path in (model, gone, replaced):
+        pack(path, path.name.encode())
+    assert names_in_cache(model) == {"model", "gone", "replaced"}
+    gone.unlink()
+    replaced.write_bytes(b"another model")
+    pack(other, b"other")
+    assert names_in_cache(model) == {"model", "other"}
+    assert run_again(model)[1] == []
+
+
+def test_a_sweep_removes_what_cannot_be_used_and_reports_it(model: Path) -> None:
+    run_again(model)
+    folder = model.parent / "cache" / "packed"
+    (kept,) = folder.iterdir()
+    content = kept.read_bytes()
+    broken = {
+        "empty.bin": b"",
+        "text.bin": b"no packed weights at all, but longer than the fixed part of a header",
+        "version.bin": content[:8] + b"\x09" + content[9:],
+        "json.bin": content[:40] + b"!" + content[41:],
+        "list.bin": module.PREFIX.pack(module.MAGIC, module.VERSION, 2, 0) + b"[]",
+        "long.bin": module.PREFIX.pack(module.MAGIC, module.VERSION, 2**63, 0),
+        ".packing-old": b"half a file",
+    }
+    for name, data in broken.items():
+        (folder / name).write_bytes(data)
+    (folder / ".packing-new").write_bytes(b"another process writes here")
+    os.utime(folder / ".packing-old", (1e9, 1e9))
+    removed = module.sweep()
+    assert {path.name: size for path, size in removed} == {name: len(data) for name, data in broken.items()}
+    assert set(folder.iterdir()) == {kept, folder / ".packing-new"}
+    assert module.sweep() == []
+
+
+def test_all_files_together_are_bounded_and_the_last_used_stay(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [model, *(model.parent / f"{name}.gguf" for name in ("a", "b"))]
+    for path in models:
+        pack(path, path.name.encode())
+    files = {path.name.split("-")[0]: path for path in (model.parent / "cache" / "packed").iterdir()}
+    for age, name in enumerate(("a", "model", "b")):
+        os.utime(files[name], (files[name].stat().st_mtime - 100 * (age + 1),) * 2)
+    assert run_again(model)[1] == []  # used: it is the newest now
+    monkeypatch.setattr(module, "MAX_BYTES", 2 * files["a"].stat().st_size)
+    assert [path for path, _ in module.sweep()] == [files["b"]]
+    monkeypatch.setattr(module, "MAX_IDLE_SECONDS", 50)
+    assert [path for path, _ in module.sweep()] == [files["a"]]
+    assert run_again(model)[1] == []
+
+
+def test_two_packers_of_one_model_do_not_disturb_each_other(model: Path) -> None:
+    first, second = (PackedFile.of([model], "int8") for _ in range(2))
+    expected = run(first, [])
+    assert run(second, []) == expected
+    mapped = PackedFile.of([model], "int8")
+    third = PackedFile(mapped.path, "another source")  # type: ignore[union-attr]
+    run(third, [])  # replaces the file that `mapped` holds
+    assert run(mapped, []) == expected
+    assert run_again(model) == (expected, ["four", "eight", "floats"])
+
+
+PACKER = """
+import sys
+from pathlib import Path
+import numpy as np
+from sakiyomi.models import packed
+from sakiyomi.ops.native import NativeOps
+
+packed.MIN_BYTES = 0
+model, expected = Path(sys.argv[1]), None
+for turn in range(30):
+    store = packed.PackedFile.of([model], "int8")
+    ops = NativeOps(threads=1, store=store)
+    matrix = np.random.default_rng(0).standard_normal((300, 320)).astype(np.float32)
+    weight = ops.named_weight("one", lambda: matrix)
+    result = ops.linear(np.ones((2, 320), np.float32), weight).tobytes()
+    expected = expected or result
+    assert result == expected, turn
+    store.save()
+    if turn % 3 == 2:
+        store.path.unlink(missing_ok=True)
+print(hash(expected.hex()))
+"""
+
+
+def test_two_processes_pack_at_once(model: Path) -> None:
+    environment = {**os.environ, "PYTHONHASHSEED": "0"}
+    command = [sys.executable, "-c", PACKER, str(model)]
+    workers = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    results = [worker.communicate(timeout=60) for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], results
+    assert len({result[0] for result in results}) == 1
+    assert not list((model.parent / "cache" / "packed").glob(".packing-*"))

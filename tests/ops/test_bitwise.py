@@ -187,7 +187,8 @@ class Net:
         ).astype(np.int32)
         positions = np.concatenate(
             [
-                slots.length + np.array([len(path) - 1 for path in paths_of(parents[a:b].tolist())])
+                slots.length
+                + np.array([len(path) - 1 for path in paths_of([*slots.pending, *parents[a:b].tolist()])])[-(b - a) :]
                 for (slots, _, _), a, b in zip(spans, bounds, bounds[1:], strict=False)
             ]
         ).astype(np.int32)
@@ -275,6 +276,27 @@ def test_stack_tree_rows_equal_their_chains(rng: np.random.Generator, shape: dic
         for row, path in enumerate(paths_of(parents)):
             expected, _ = net.decode(np.concatenate([text, tokens[path]]), 1 if row % 2 else 64)
             assert same_bits(expected[-1], logits[row]), (length, row)
+
+
+def test_stack_goes_on_from_pending_rows(rng: np.random.Generator, shape: dict[str, Any]) -> None:
+    """A tree in two or three passes, each over the rows that are new, beside a tree in one; fused and composed."""
+    net = Net(NativeOps(threads=2), **shape)
+    for length in (1, 31, 60):
+        (_, slots), (_, other) = (net.decode(rng.integers(0, 50, size), 64) for size in (length, 33))
+        tokens, parents = rng.integers(0, 50, 14), random_parents(rng, 14)
+        beside = (other, rng.integers(0, 50, 5), random_parents(rng, 5))
+        (expected, _), (expected_taps, _) = net.run([(slots, tokens, parents), beside])
+        expected_keys = slots.keys.copy()
+        for cuts in ((0, 6, 14), (0, 1, 9, 14)):
+            for fused in (True, False):
+                slots.keys[:, :, length:], slots.values[:, :, length:] = 0, 0
+                for start, stop in zip(cuts, cuts[1:], strict=False):
+                    here = KVSlots(slots.keys, slots.values, length, tuple(parents[:start].tolist()))
+                    span = (here, tokens[start:stop], parents[start:stop])
+                    logits, taps = net.run([beside, span], fused=fused)
+                    assert same_bits(logits[1], expected[start:stop])
+                    assert same_bits(taps[1], expected_taps[start:stop])
+                assert same_bits(slots.keys, expected_keys)
 
 
 def test_stack_beside_other_sequences(rng: np.random.Generator, shape: dict[str, Any]) -> None:

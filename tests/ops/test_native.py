@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sakiyomi.cores import count_cores
 from sakiyomi.errors import MissingExtraError, ParameterError
 from sakiyomi.ops import native
 from sakiyomi.ops.base import Blocks, Causal, Dense, KVSlots, Past, Tree
-from sakiyomi.ops.native import NativeOps, count_cpus, quantize
+from sakiyomi.ops.native import NativeOps, quantize
 from sakiyomi.types import Quantized
 
 SHAPES = [(1, 32), (15, 64), (16, 32), (17, 96), (50, 160), (300, 576)]
@@ -260,7 +261,7 @@ class TestAttend:
         ops = NativeOps(threads=1)
         bits = np.arange(0, 2**32, 9973, dtype=np.uint64).astype(np.uint32)
         x = bits.view(np.float32)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             x = x[np.isfinite(x.astype(np.float16))]
         x = np.concatenate([x, np.array([65504, 65519.9, 2**-24, 2**-25, 6e-8, -0.0], np.float32)])
         x = x[: len(x) // 20 * 20].reshape(-1, 1, 20)
@@ -339,8 +340,8 @@ class TestConstruction:
             with pytest.raises(ParameterError, match="threads="):
                 NativeOps(threads=threads)  # type: ignore[arg-type]
 
-    def test_threads_default_to_the_cpus_of_this_process(self) -> None:
-        assert NativeOps().threads == count_cpus() >= 1
+    def test_threads_default_to_the_cores_of_this_process(self) -> None:
+        assert NativeOps().threads == min(count_cores(), native.MAX_THREADS) >= 1
 
     def test_without_the_extension(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(native, "_native", None)
@@ -366,7 +367,7 @@ def test_unknown_instruction_set_is_refused() -> None:
 
 
 @pytest.mark.skipif("SAKIYOMI_ISA" in os.environ, reason="already running on a forced instruction set")
-@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "neon"])
 def test_every_instruction_set(isa: str) -> None:
     report = run_python(REPORT_ISA, isa)
     if report.returncode != 0 and "is not available here" in report.stderr:
@@ -374,8 +375,9 @@ def test_every_instruction_set(isa: str) -> None:
     assert report.stdout.strip() == isa
     if isa == NativeOps(threads=1).isa:
         return  # this run's own
-    folder = Path(__file__).parent
-    files = "\0".join(str(folder / name) for name in ("test_native.py", "test_bitwise.py"))
+    folder = Path(__file__).parents[1]
+    names = ("ops/test_native.py", "ops/test_bitwise.py", "models/test_native.py")
+    files = "\0".join(str(folder / name) for name in names)
     result = run_python(f"-m\0pytest\0-q\0-p\0no:cacheprovider\0{files}", isa)
     assert result.returncode == 0, result.stdout[-3000:]
 
@@ -406,3 +408,29 @@ class TestStorage:
         values = w.values % 16
         values[19, 63] = 16
         assert NativeOps(threads=1).weight(Quantized(values, w.scales, w.mins)).value_bits == 8
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_selected_rows_are_the_rows(ops: NativeOps, rng: np.random.Generator, bits: int) -> None:
+    matrix = quantize(normal(rng, 50, 96), bits)
+    weight = ops.weight(matrix)
+    ids = np.array([0, 49, 17, 17, 31, 2, 48] * 3, np.int32)
+    chosen = ops.select_rows(weight, ids)
+    x = normal(rng, 3, 96)
+    assert chosen.shape == (21, 96)
+    assert chosen.value_bits == weight.value_bits == (32 if ops.dtype == "float32" else bits)
+    assert np.array_equal(ops.linear(x, chosen), ops.linear(x, weight)[:, ids])
+    assert np.array_equal(ops.embed(chosen, np.arange(21)), ops.embed(weight, ids))
+    for wrong in (-1, 50):
+        with pytest.raises(IndexError, match=f"row {wrong} is out of range"):
+            ops.select_rows(weight, np.array([wrong], np.int32))
+
+
+def test_four_bits_are_as_near_as_four_bits_can_be(rng: np.random.Generator) -> None:
+    matrix = normal(rng, 20, 64)
+    for bits, steps in ((8, 255), (4, 15)):
+        rounded = quantize(matrix, bits)
+        assert rounded.values.max() == steps
+        spans = np.ptp(matrix.reshape(20, 2, 32), axis=2)
+        error = np.abs(rounded.dequantize() - matrix).reshape(20, 2, 32).max(axis=2)
+        assert (error < spans / steps * 0.52 + 2e-3).all()

@@ -62,6 +62,18 @@ def test_native_equals_transformers(checkpoint, ids, expected):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sakiyomi._native") is None, reason="the native kernels are not built")
+def test_native_in_float32_is_within_a_ten_thousandth_of_torch(checkpoint, ids):
+    """Logits reach 37: this is a rounding or two of float32."""
+    from sakiyomi.models.native import NativeModel
+    from sakiyomi.models.torch import TorchModel
+
+    torch.set_num_threads(1)
+    ours = all_logits(NativeModel.load(checkpoint, dtype="float32", keep_packed=False), ids)
+    expected = all_logits(TorchModel.load(checkpoint), ids)
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sakiyomi._native") is None, reason="the native kernels are not built")
 def test_native_in_8_bits_is_close_in_law(checkpoint, ids, expected):
     """Rounding the activations to 8 bits in groups of 32 costs a few thousandths of a nat."""
     from sakiyomi.models.native import NativeModel

@@ -1,4 +1,4 @@
-"""The command line: `sakiyomi generate | chat | pull | demo | prove`."""
+"""The command line: `sakiyomi generate | chat | pull | demo | prove | train`."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sakiyomi.cli import INTERRUPTED, chat, demo, generate, prove, pull
+from sakiyomi.cli import INTERRUPTED, bench, chat, demo, generate, prove, pull, train, tune
 from sakiyomi.cli.show import join_lines, print_error
 from sakiyomi.errors import SakiyomiError
 
@@ -34,7 +34,10 @@ app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("pull")(pull.pull)
 app.command("demo")(demo.demo)
+app.command("bench")(bench.bench)
 app.command("prove")(prove.prove)
+app.command("train")(train.train)
+app.command("tune")(tune.tune)
 
 
 def run(arguments: Sequence[str]) -> int:

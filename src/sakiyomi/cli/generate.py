@@ -92,11 +92,13 @@ def to_json(output: RequestOutput) -> dict[str, Any]:
             "num_lossy_tokens": stats.num_lossy_tokens,
             "mean_acceptance_length": stats.mean_acceptance_length,
             "acceptance_per_position": list(stats.acceptance_per_position),
+            "tried_per_position": list(stats.tried_per_position),
         },
         "timing": {
             "load_s": timing.load_s,
             "prefill_s": timing.prefill_s,
             "decode_s": timing.decode_s,
+            "draft_s": timing.draft_s,
             "tokens_per_s": timing.tokens_per_s,
         },
     }

@@ -2,37 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sakiyomi import hub
-from sakiyomi.cli.options import EngineOptions
+from sakiyomi.cli.options import EngineOptions, LoadOptions
 from sakiyomi.cli.show import error_console, print_note
 from sakiyomi.errors import ParameterError
 
 if TYPE_CHECKING:
+    from sakiyomi.assemble import LoadedModel, ModelOptions
     from sakiyomi.llm import LLM
 
 
 def load_llm(options: EngineOptions) -> LLM:
     """The LLM that a command's options ask for."""
-    from sakiyomi.assemble import ModelOptions, check_drafter, choose_backend, make_verifier
+    from sakiyomi.assemble import check_drafter, choose_backend, make_verifier
+    from sakiyomi.engine.budget import check_budget
     from sakiyomi.llm import LLM
 
-    settings: dict[str, Any] = {
-        "dtype": options.dtype,
-        "device": options.device,
-        "backend": options.backend,
-        "threads": options.threads,
-        "max_model_len": options.max_model_len,
-    }
+    settings = model_options(options)
     # What cannot be is said before anything is fetched.
-    choose_backend(ModelOptions(**settings))
+    choose_backend(settings)
     check_drafter(options.drafter)
     make_verifier(options.verifier)
-    return LLM(str(fetch(options.model)), drafter=options.drafter, verifier=options.verifier, **settings)
+    check_budget(options.budget)
+    return LLM(
+        str(fetch(options.model)),
+        drafter=options.drafter,
+        verifier=options.verifier,
+        budget=options.budget,  # type: ignore[arg-type]  # just checked
+        **asdict(settings),
+    )
+
+
+def load_for_bench(options: LoadOptions, drafters: Sequence[str], verifiers: Sequence[str]) -> LoadedModel:
+    """The model of a command that builds its drafters itself, after a check of their names."""
+    from sakiyomi.assemble import check_drafter, choose_backend, load_model, make_verifier
+
+    settings = model_options(options)
+    choose_backend(settings)
+    for drafter in drafters:
+        check_drafter(drafter)
+    for verifier in verifiers:
+        make_verifier(verifier)
+    return load_model(str(fetch(options.model)), settings)
+
+
+def model_options(options: LoadOptions) -> ModelOptions:
+    """How to load the model, as `assemble` wants it."""
+    from sakiyomi.assemble import ModelOptions
+
+    return ModelOptions(
+        dtype=options.dtype,
+        device=options.device,
+        backend=options.backend,  # type: ignore[arg-type]  # choose_backend checks it
+        threads=options.threads,
+        max_model_len=options.max_model_len,
+    )
 
 
 def share_plainly(llm: LLM) -> LLM:

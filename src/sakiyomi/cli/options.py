@@ -39,28 +39,38 @@ Debug = Annotated[bool, _option("--debug", help="Show the traceback of an error.
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """How the model is loaded and run."""
+class LoadOptions:
+    """How the model is loaded."""
 
     model: Annotated[
         str, _option("--model", "-m", help="smollm2, a folder, a .gguf file or a hub id.", panel=ENGINE)
     ] = DEFAULT_MODEL
-    drafter: Annotated[
-        str,
-        _option("--drafter", "-d", help="Who guesses: NAME or NAME:key=value,key=value; none is plain.", panel=ENGINE),
-    ] = "suffix"
-    verifier: Annotated[
-        str, _option("--verifier", help="The rule that accepts guesses: NAME or NAME:key=value.", panel=ENGINE)
-    ] = "match"
     dtype: Annotated[str | None, _option("--dtype", help="Number format of the weights.", panel=ENGINE)] = None
     device: Annotated[str, _option("--device", help="Where to compute: cpu, cuda, ...", panel=ENGINE)] = "cpu"
-    backend: Annotated[str, _option("--backend", help="native (our CPU kernels), torch, or auto.", panel=ENGINE)] = (
-        "auto"
-    )
+    backend: Annotated[
+        str, _option("--backend", help="native (our kernels), torch, hf (transformers), or auto.", panel=ENGINE)
+    ] = "auto"
     threads: Annotated[int | None, _option("--threads", help="Threads; by default one per core.", panel=ENGINE)] = None
     max_model_len: Annotated[
         int | None, _option("--max-model-len", help="Positions of the context; by default the model's.", panel=ENGINE)
     ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(LoadOptions):
+    """How the model is loaded and run."""
+
+    drafter: Annotated[
+        str,
+        _option("--drafter", "-d", help="Who guesses: NAME or NAME:key=value,key=value; none is plain.", panel=ENGINE),
+    ] = "auto"
+    verifier: Annotated[
+        str, _option("--verifier", help="The rule that accepts guesses: NAME or NAME:key=value.", panel=ENGINE)
+    ] = "match"
+    budget: Annotated[
+        str,
+        _option("--budget", help="How much is drafted: adaptive, fixed, or auto (adaptive for auto).", panel=ENGINE),
+    ] = "auto"
 
 
 def parse_speculation(text: str) -> bool | int:

@@ -72,18 +72,13 @@ def prove(
 
 
 def _certify(engine: EngineOptions, texts: list[str] | None, plan: Plan) -> Certificate:
-    from sakiyomi.assemble import ModelOptions, make_drafter, make_verifier
+    from sakiyomi.assemble import make_drafter, make_verifier
     from sakiyomi.prove.certificate import DEFAULT_PROMPTS, certify, describe_model, refuse_lossy
 
     verifier = make_verifier(engine.verifier)
     refuse_lossy(verifier)  # before a model is fetched for it
     llm = loading.load_llm(engine)
-    options = ModelOptions(
-        dtype=engine.dtype,
-        device=engine.device,
-        backend=engine.backend,  # type: ignore[arg-type]  # the LLM is loaded, so it is one of the three
-        threads=engine.threads,
-    )
+    options = loading.model_options(engine)
     prompts = [_encode(llm, text) for text in texts or DEFAULT_PROMPTS]
     provenance = {
         "command": shlex.join(["sakiyomi", *sys.argv[1:]]),

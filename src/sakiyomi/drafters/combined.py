@@ -7,19 +7,18 @@ their trees are checked together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from sakiyomi.errors import ParameterError
+from sakiyomi.parts import PartsDrafter
 from sakiyomi.plugins import MAX_DRAFT_TOKENS, check_bounds
 from sakiyomi.tree import SAMPLED, Draft, expected_length, merge_drafts
-from sakiyomi.types import Array, Drafter, DrafterContext, Sequence
+from sakiyomi.types import DrafterContext, Sequence
 
 
-class CombinedDrafter(Drafter):
+class CombinedDrafter(PartsDrafter):
     """Asks its parts in order, or all of them."""
 
     @dataclass(frozen=True, kw_only=True)
@@ -49,24 +48,20 @@ class CombinedDrafter(Drafter):
     def __init__(self, config: Config, context: DrafterContext) -> None:
         assert context.make_drafters is not None, "combined is built by assemble"
         self.config = config
-        self.parts = context.make_drafters(config.parts)
-        self.taps = tuple(sorted({tap for part in self.parts for tap in part.taps}))
-        self.needs_all_taps = any(part.needs_all_taps for part in self.parts)
-        self.reads_prediction = any(part.reads_prediction for part in self.parts)
-        self._hidden_size = context.target.info.hidden_size
+        super().__init__(context.make_drafters(config.parts), context.target.info.hidden_size)
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         budgets = [min(budget, self.config.num_speculative_tokens) for budget in budgets]
         if self.config.mode == "first":
             return self._propose_first(sequences, budgets)
-        drafts = [self._ask(index, sequences, budgets) for index in range(len(self.parts))]
+        drafts = [self.ask(index, sequences, budgets) for index in range(len(self.parts))]
         return [_merge(several, budget) for *several, budget in zip(*drafts, budgets, strict=True)]
 
     def _propose_first(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         drafts = [Draft.empty() for _ in sequences]
         open_ones = [i for i, budget in enumerate(budgets) if budget > 0]
         for index in range(len(self.parts)):
-            answers = self._ask(index, [sequences[i] for i in open_ones], [budgets[i] for i in open_ones])
+            answers = self.ask(index, [sequences[i] for i in open_ones], [budgets[i] for i in open_ones])
             for i, draft in zip(open_ones, answers, strict=True):
                 drafts[i] = _choose([drafts[i], draft])
             open_ones = [i for i in open_ones if not self._is_enough(drafts[i])]
@@ -77,64 +72,20 @@ class CombinedDrafter(Drafter):
     def _is_enough(self, draft: Draft) -> bool:
         return draft.drawn in SAMPLED or expected_length(draft) >= self.config.min_expected
 
-    def _ask(self, index: int, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
-        with self._lend_memos(index, sequences):
-            return self.parts[index].propose(sequences, budgets)
-
-    def observe(self, sequence: Sequence, start: int, tokens: Seq[int], taps: Array | None) -> None:
-        for index, part in enumerate(self.parts):
-            with self._lend_memos(index, [sequence]):
-                part.observe(sequence, start, tokens, self._taps_of(part, taps))
-
-    def rewind(self, sequence: Sequence, length: int) -> None:
-        for index, part in enumerate(self.parts):
-            with self._lend_memos(index, [sequence]):
-                part.rewind(sequence, length)
-
-    def forget(self, sequence: Sequence) -> None:
-        for index, part in enumerate(self.parts):
-            with self._lend_memos(index, [sequence]):
-                part.forget(sequence)
-        sequence.memo = None
-
-    @contextmanager
-    def _lend_memos(self, index: int, sequences: Seq[Sequence]) -> Iterator[None]:
-        """Let the sequences carry the memos of one part."""
-        memos = [self._memos(sequence) for sequence in sequences]
-        for sequence, own in zip(sequences, memos, strict=True):
-            sequence.memo = own.parts[index]
-        try:
-            yield
-        finally:
-            for sequence, own in zip(sequences, memos, strict=True):
-                own.parts[index] = sequence.memo
-                sequence.memo = own
-
-    def _memos(self, sequence: Sequence) -> _Memos:
-        if not isinstance(sequence.memo, _Memos):
-            sequence.memo = _Memos([None] * len(self.parts))
-        return sequence.memo
-
-    def _taps_of(self, part: Drafter, taps: Array | None) -> Array | None:
-        """A part's own columns of the taps."""
-        if taps is None or not part.taps or part.taps == self.taps:
-            return taps if part.taps else None
-        size = self._hidden_size
-        starts = [self.taps.index(tap) * size for tap in part.taps]
-        return taps[:, [column for start in starts for column in range(start, start + size)]]
-
-
-@dataclass
-class _Memos:
-    parts: list[Any]
-
 
 def _choose(drafts: Seq[Draft]) -> Draft:
     # Whether a sampled draft is checked must not depend on what was drawn, so it is never weighed.
-    return next((d for d in drafts if d.drawn in SAMPLED), None) or max(drafts, key=expected_length)
+    chosen = next((d for d in drafts if d.drawn in SAMPLED), None) or max(drafts, key=expected_length)
+    return _with_probes(chosen, drafts)
 
 
 def _merge(drafts: Seq[Draft], max_nodes: int) -> Draft:
     if any(draft.drawn in SAMPLED for draft in drafts):
         return _choose(drafts)
-    return merge_drafts(drafts, max_nodes)
+    return _with_probes(merge_drafts(drafts, max_nodes), drafts)
+
+
+def _with_probes(draft: Draft, drafts: Seq[Draft]) -> Draft:
+    """The draft with the probes that one of the parts asked for, whosever draft it is."""
+    probes = next((other.probes for other in drafts if other.probes is not None), None)
+    return draft if probes is draft.probes else replace(draft, probes=probes)

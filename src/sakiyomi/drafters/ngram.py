@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from typing import Literal
 
 from sakiyomi.errors import ParameterError
@@ -18,6 +20,9 @@ from sakiyomi.tree import Draft, expected_length
 from sakiyomi.types import Drafter, DrafterContext, Sequence
 
 MAX_NGRAM = 64
+DOUBT = 3.0
+"""A token behind a match of L tokens is believed with L / (L + this), as `suffix` believes what it saw once."""
+
 MIN_CONFIDENCE = 0.1
 """What a predicted text is believed with at least where it is drafted."""
 
@@ -68,7 +73,7 @@ class NgramDrafter(Drafter):
             memo = sequence.memo = _Memo(NgramIndex(self.config), prediction, sequence.num_prompt)
         memo.index.extend(sequence.tokens)
         max_tokens = min(budget, self.config.num_speculative_tokens)
-        draft = Draft.chain(memo.index.lookup(sequence.tokens, max_tokens))
+        draft = _believe(*memo.index.lookup(sequence.tokens, max_tokens))
         if memo.prediction is None:
             return draft
         memo.prediction.read(sequence.tokens[memo.num_read :])
@@ -106,10 +111,17 @@ class NgramIndex:
         else:
             self._followers[n][key] = position
 
-    def lookup(self, tokens: Seq[int], num_tokens: int) -> list[int]:
-        """The tokens that followed the longest known suffix of `tokens`, `num_tokens` at most."""
+    def lookup(self, tokens: Seq[int], num_tokens: int) -> tuple[list[int], int]:
+        """The tokens that followed the longest known suffix of `tokens`, `num_tokens` at most, and its length."""
         for n in self._lengths:
             position = self._followers[n].get(tuple(tokens[-n:]))
             if position is not None:
-                return list(tokens[position : position + num_tokens])
-        return []
+                return list(tokens[position : position + num_tokens]), n
+        return [], 0
+
+
+def _believe(tokens: Seq[int], length: int) -> Draft:
+    """A chain behind a match of `length` tokens; each right token makes the match longer."""
+    shares = (matched / (matched + DOUBT) for matched in range(length, length + len(tokens)))
+    parents = range(-1, len(tokens) - 1)
+    return Draft(tuple(tokens), tuple(parents), confidences=tuple(accumulate(shares, mul)))

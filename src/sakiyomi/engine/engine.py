@@ -8,14 +8,12 @@ from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from sakiyomi.decode import Step, forget, prefill, step
+from sakiyomi.decode import Step, advance, forget, prefill
+from sakiyomi.engine.budget import MAX_DRAFT_NODES, Budget, FixedBudget
 from sakiyomi.engine.metrics import AcceptanceCounter
 from sakiyomi.types import Cache, Drafter, Model, Sequence, Verifier
 
 logger = logging.getLogger("sakiyomi")
-
-MAX_DRAFT_NODES = 64
-"""What a request without a wish of its own allows a drafter; drafters have smaller defaults."""
 
 
 @dataclass(eq=False)
@@ -33,6 +31,7 @@ class Job:
         prefix: what the job shares with the other samples of its prompt.
         keeps_cache: whether the cache outlives the job (a chat goes on from it).
         prefill_s, decode_s: seconds from admission to the end of the prompt, and from there to the end.
+        draft_s: seconds of `decode_s` in which its steps drafted.
         error: what ended the job early, or None.
     """
 
@@ -43,6 +42,7 @@ class Job:
     steps: list[Step] = field(default_factory=list)
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    draft_s: float = 0.0
     error: Exception | None = None
     started: float = 0.0
 
@@ -52,12 +52,19 @@ class Job:
 
 
 class Engine:
-    """A queue of jobs over one model. Not thread-safe: each thread has its own, over the same model."""
+    """A queue of jobs over one model. Not thread-safe: each thread has its own, over the same model.
 
-    def __init__(self, model: Model, drafter: Drafter, verifier: Verifier, *, max_num_seqs: int) -> None:
+    Args:
+        budget: decides how much is drafted and checked, and learns from it; None drafts what the drafter likes.
+    """
+
+    def __init__(
+        self, model: Model, drafter: Drafter, verifier: Verifier, *, max_num_seqs: int, budget: Budget | None = None
+    ) -> None:
         self._model = model
         self._drafter = drafter
         self._verifier = verifier
+        self._budget = budget or FixedBudget(drafter)
         self._max_num_seqs = max_num_seqs
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
@@ -77,7 +84,7 @@ class Engine:
         if not jobs:
             return []
         try:
-            steps = step(self._model, self._drafter, self._verifier, [job.sequence for job in jobs], _budgets(jobs))
+            steps = self._advance(jobs)
         except Exception as error:
             logger.debug("A step failed:", exc_info=error)
             if len(jobs) == 1:
@@ -122,12 +129,23 @@ class Engine:
         results = []
         for job in jobs:
             try:
-                steps = step(self._model, self._drafter, self._verifier, [job.sequence], _budgets([job]))
+                steps = self._advance([job])
             except Exception as error:
                 self._fail(job, error)
             else:
                 results.extend(self._record([job], steps))
         return results
+
+    def _advance(self, jobs: Seq[Job]) -> list[Step]:
+        sequences = [job.sequence for job in jobs]
+        started = time.perf_counter()
+        plan = self._budget.propose(sequences, [_cap(sequence.speculation) for sequence in sequences], self._model.info)
+        proposed = time.perf_counter()
+        steps = advance(self._model, self._drafter, self._verifier, sequences, plan.drafts)
+        self._budget.record(sequences, plan, steps, time.perf_counter() - proposed)
+        for job in jobs:
+            job.draft_s += proposed - started
+        return steps
 
     def _record(self, jobs: Seq[Job], steps: Seq[Step]) -> list[tuple[Job, Step]]:
         for job, done in zip(jobs, steps, strict=True):
@@ -153,11 +171,8 @@ class Engine:
             job.sequence.cache = self._model.new_cache()
 
 
-def _budgets(jobs: Seq[Job]) -> list[int]:
-    return [_budget(job.sequence.speculation) for job in jobs]
-
-
-def _budget(wish: bool | int) -> int:
+def _cap(wish: bool | int) -> int:
+    """The nodes of a draft that a request allows."""
     if isinstance(wish, bool):
         return MAX_DRAFT_NODES if wish else 0
     return wish

@@ -17,6 +17,7 @@ class AcceptanceCounter:
     num_accepted_tokens: int = 0
     num_lossy_tokens: int = 0
     accepted_at: Counter[int] = field(default_factory=Counter)
+    tried_at: Counter[int] = field(default_factory=Counter)
 
     def add(self, step: Step) -> None:
         self.num_steps += 1
@@ -24,6 +25,7 @@ class AcceptanceCounter:
         self.num_accepted_tokens += step.num_accepted
         self.num_lossy_tokens += step.num_lossy
         self.accepted_at.update(range(step.num_accepted))
+        self.tried_at.update(range(step.num_tried))
 
     def merge(self, other: AcceptanceCounter) -> None:
         self.num_steps += other.num_steps
@@ -31,6 +33,7 @@ class AcceptanceCounter:
         self.num_accepted_tokens += other.num_accepted_tokens
         self.num_lossy_tokens += other.num_lossy_tokens
         self.accepted_at.update(other.accepted_at)
+        self.tried_at.update(other.tried_at)
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -41,3 +44,8 @@ class AcceptanceCounter:
     def acceptance_per_position(self) -> list[float]:
         """For each draft position the share of steps that accepted it."""
         return [self.accepted_at[i] / self.num_steps for i in range(max(self.accepted_at, default=-1) + 1)]
+
+    @property
+    def tried_per_position(self) -> list[float]:
+        """For each draft position the share of steps that put it to the test."""
+        return [self.tried_at[i] / self.num_steps for i in range(max(self.tried_at, default=-1) + 1)]

@@ -5,17 +5,18 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Self
 from weakref import WeakSet
 
 from sakiyomi.cache import KVCache
 from sakiyomi.errors import ParameterError
-from sakiyomi.models.packing import make_room, pack_spans, split_result
+from sakiyomi.models.packing import make_room, own_caches, pack_spans, split_result
+from sakiyomi.models.stages import run_in_stages
 from sakiyomi.nets.decoder import Decoder, DecoderConfig
 from sakiyomi.ops.base import Ops
-from sakiyomi.types import Checkpoint, ModelInfo, Output, Span
+from sakiyomi.types import Checkpoint, Lent, ModelInfo, Output, Span
 
 
 class DecoderModel:
@@ -24,7 +25,8 @@ class DecoderModel:
     def __init__(self, decoder: Decoder, info: ModelInfo) -> None:
         self.decoder = decoder
         self.info = info
-        self._pass = _Turnstile()
+        self._pass = Turnstile()
+        self._is_cut = False
 
     def new_cache(self) -> KVCache:
         """An empty cache for one sequence."""
@@ -41,10 +43,17 @@ class DecoderModel:
             return []
         with self._pass.lock:
             packed = pack_spans(spans, self.info)
-            past = make_room(spans, *self._cache_shape)
+            caches = own_caches(spans, *self._cache_shape)
             try:
+                if self._is_cut or any(span.computed is not None for span in spans):
+                    return list(run_in_stages(self.decoder, spans, packed, caches, notes=self._is_cut))
                 logits, taps = self.decoder.forward(
-                    packed.token_ids, packed.positions, past, packed.mask, packed.logit_rows, packed.taps
+                    packed.token_ids,
+                    packed.positions,
+                    make_room(caches, spans),
+                    packed.mask,
+                    packed.logit_rows,
+                    packed.taps,
                 )
             except BaseException:
                 # Rows of a pass that broke off (an interrupt, no memory) must never be committed.
@@ -53,15 +62,24 @@ class DecoderModel:
                 raise
         return list(split_result(self.decoder.ops, spans, packed, logits, taps))
 
-    def shallow(self, num_layers: int) -> Self:
+    def shallow(self, num_layers: int, skip: Collection[int] = ()) -> Self:
         """The same model cut after its first layers, with final norm and head, sharing weights.
 
-        It can also run over caches of the whole model, whose first layers it fills.
+        It can also run over caches of the whole model, whose layers it fills.
+
+        Args:
+            skip: numbers of layers, from 0, that are left out.
         """
         cut = copy.copy(self)
-        cut.decoder = self.decoder.shallow(num_layers)
+        cut.decoder = self.decoder.shallow(num_layers, skip)
         cut.info = replace(self.info, num_layers=num_layers)
+        cut._is_cut = True
         return cut
+
+    def lend(self) -> Lent:
+        """Embedding, head and final norm, for the nets of drafters."""
+        decoder = self.decoder
+        return Lent(decoder.ops, decoder.embedding, decoder.head, decoder.norm, decoder.config.eps)
 
     @property
     def _cache_shape(self) -> tuple[int, int, int]:
@@ -69,10 +87,10 @@ class DecoderModel:
         return config.num_layers, config.num_kv_heads, config.head_dim
 
 
-class _Turnstile:
+class Turnstile:
     """A lock that a forked child finds open: the thread that held it does not exist there."""
 
-    _all: WeakSet[_Turnstile] = WeakSet()
+    _all: WeakSet[Turnstile] = WeakSet()
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -85,7 +103,7 @@ class _Turnstile:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_Turnstile.reopen_all)
+    os.register_at_fork(after_in_child=Turnstile.reopen_all)
 
 
 def load_decoder(

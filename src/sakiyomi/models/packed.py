@@ -2,7 +2,7 @@
 
 Packing is done once per model file: the next start maps the result, and processes that run the same model share its
 pages. A file that is stale, damaged or of another version counts as absent and is written anew; where nothing can be
-written, every start packs for itself.
+written, every start packs for itself. Writing a file removes those that no model needs any more (`sweep`).
 
 Layout: magic, version, length and checksum of the header; the header (JSON: what was packed, and the directory); then
 each weight at a multiple of 4,096 bytes.
@@ -17,6 +17,7 @@ import mmap
 import os
 import struct
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,12 @@ ALIGNMENT = 4096
 HEAD_BYTES = 1 << 16
 MIN_BYTES = 16 << 20
 """Smaller models are packed in a moment and not kept."""
+MAX_BYTES = 16 << 30
+"""Of all packed files together; what was used longest ago goes first."""
+MAX_IDLE_SECONDS = 90 * 24 * 3600
+MAX_WORK_SECONDS = 3600
+"""A file that is still being written after this time was left by an interrupted run."""
+WORK_PREFIX = ".packing-"
 
 
 class PackedFile:
@@ -48,6 +55,9 @@ class PackedFile:
         self._source = source
         self._found = _read(path, source)
         self._added: dict[str, Packed] = {}
+        if self._found:
+            with contextlib.suppress(OSError):
+                os.utime(path)  # the last use, for `sweep`
 
     @classmethod
     def of(cls, files: Sequence[Path], variant: str) -> PackedFile | None:
@@ -62,7 +72,7 @@ class PackedFile:
             return None
         names = "\n".join([variant, *(str(file.resolve()) for file in files)])
         digest = hashlib.sha256(names.encode()).hexdigest()[:16]
-        return cls(cache_folder() / "packed" / f"{files[0].stem}-{variant}-{digest}.bin", source)
+        return cls(_folder() / f"{files[0].stem}-{variant}-{digest}.bin", source)
 
     def find(self, name: str) -> Packed | None:
         return self._found.get(name)
@@ -78,13 +88,69 @@ class PackedFile:
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _write(self.path, self._source, weights)
+            sweep(keep=self.path)
+
+
+def sweep(*, keep: Path | None = None) -> list[tuple[Path, int]]:
+    """Remove the packed files in the user's cache that are of no use, and what interrupted runs left.
+
+    Of no use are files of models that are gone or have changed, of another version, unused for 90 days, or beyond 16 GB
+    in all. Processes that have such a file mapped are not disturbed.
+
+    Args:
+        keep: a file that stays.
+
+    Returns:
+        What was removed: paths and bytes.
+    """
+    removed, kept_bytes, now = [], 0, time.time()
+    for path, status in _list_newest_first(_folder()):
+        idle = now - status.st_mtime
+        if path.name.startswith(WORK_PREFIX):
+            is_useful = idle < MAX_WORK_SECONDS
+        else:
+            fits = kept_bytes + status.st_size <= MAX_BYTES
+            is_useful = path == keep or (fits and idle < MAX_IDLE_SECONDS and _is_current(path))
+        if is_useful:
+            kept_bytes += status.st_size
+            continue
+        with contextlib.suppress(OSError):
+            path.unlink()
+            removed.append((path, status.st_size))
+    return removed
+
+
+def _folder() -> Path:
+    return cache_folder() / "packed"
+
+
+def _list_newest_first(folder: Path) -> list[tuple[Path, os.stat_result]]:
+    found = []
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            with contextlib.suppress(OSError):  # another process swept it meanwhile
+                found.append((path, path.stat()))
+    return sorted(found, key=lambda entry: entry[1].st_mtime, reverse=True)
+
+
+def _is_current(path: Path) -> bool:
+    """Whether a packed file's model is still what it was packed from."""
+    try:
+        with path.open("rb") as file:
+            magic, version, length, _ = PREFIX.unpack(file.read(PREFIX.size))
+            if magic != MAGIC or version != VERSION or length > path.stat().st_size:
+                return False
+            files = json.loads(file.read(length))["source"]["files"]
+        return all(_identify(Path(file["path"])) == file for file in files)
+    except (OSError, ValueError, LookupError, TypeError, struct.error):
+        return False
 
 
 def _identify(file: Path) -> dict[str, Any]:
     status = file.stat()
     with file.open("rb") as opened:
         head = hashlib.sha256(opened.read(HEAD_BYTES)).hexdigest()
-    return {"name": file.name, "bytes": status.st_size, "changed": status.st_mtime_ns, "head": head}
+    return {"path": str(file.resolve()), "bytes": status.st_size, "changed": status.st_mtime_ns, "head": head}
 
 
 def _write(path: Path, source: Any, weights: dict[str, Packed]) -> None:
@@ -97,7 +163,7 @@ def _write(path: Path, source: Any, weights: dict[str, Packed]) -> None:
         offset += -(-size // ALIGNMENT) * ALIGNMENT
     header = json.dumps({"source": source, "weights": entries}).encode()
     start = _data_start(len(header))
-    handle, working = tempfile.mkstemp(prefix=".packing-", dir=path.parent)
+    handle, working = tempfile.mkstemp(prefix=WORK_PREFIX, dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(PREFIX.pack(MAGIC, VERSION, len(header), _checksum_bytes(header)))

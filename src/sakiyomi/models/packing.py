@@ -12,6 +12,7 @@ from sakiyomi.cache import KVCache
 from sakiyomi.errors import ContextLengthError, ParameterError
 from sakiyomi.ops.base import Ops, Past, Tree
 from sakiyomi.sampling.choose import choose
+from sakiyomi.tree import Computed
 from sakiyomi.types import Array, History, ModelInfo, Span
 
 
@@ -68,12 +69,14 @@ class SpanOutput:
     Args:
         logits: [len(span.logit_rows), V] in arrays of `ops`, or None.
         taps: [M, T * H] in arrays of `ops`, or None.
+        computed: of a shallow model: what it has made of the rows.
     """
 
-    def __init__(self, ops: Ops, logits: Array | None, taps: Array | None) -> None:
+    def __init__(self, ops: Ops, logits: Array | None, taps: Array | None, computed: Computed | None = None) -> None:
         self._ops = ops
         self._logits = logits
         self.taps = taps
+        self.computed = computed
 
     def row(self, i: int) -> npt.NDArray[np.float32]:
         """Logits [V] of the i-th asked row."""
@@ -93,16 +96,26 @@ class SpanOutput:
         return self._logits
 
 
-def make_room(spans: Sequence[Span], num_layers: int, num_kv_heads: int, head_dim: int) -> Past:
-    """Reserve each span's rows in its cache and return the caches as the ops see them."""
-    slots = []
+def own_caches(spans: Sequence[Span], num_layers: int, num_kv_heads: int, head_dim: int) -> list[KVCache]:
+    """The spans' caches, if a model of this shape can write there.
+
+    Raises:
+        ParameterError: a cache of another model.
+    """
+    caches = []
     for span in spans:
         cache = span.cache
         if not isinstance(cache, KVCache) or not cache.fits(num_layers, num_kv_heads, head_dim):
             raise ParameterError("a span holds a cache of another model; take caches from this model's new_cache().")
+        caches.append(cache)
+    return caches
+
+
+def make_room(caches: Sequence[KVCache], spans: Sequence[Span]) -> Past:
+    """Reserve each span's rows in its cache and return the caches as the ops see them."""
+    for cache, span in zip(caches, spans, strict=True):
         cache.reserve(len(span.tokens))
-        slots.append(cache.slots())
-    return Past(slots)
+    return Past([cache.slots() for cache in caches])
 
 
 def split_result(

@@ -6,7 +6,7 @@ It keeps real caches with the real contract, so that a row written or kept in th
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -29,6 +29,9 @@ class ToyModel(Model):
     """A model whose logits are a Python function of the tokens.
 
     A tap is three numbers: tap number, position, token id.
+
+    Args:
+        shallow_law: what the first layers say, however many; None: the same as all.
     """
 
     def __init__(
@@ -40,8 +43,10 @@ class ToyModel(Model):
         num_layers: int = 2,
         end_token_ids: tuple[int, ...] = (),
         name: str = "toy",
+        shallow_law: Law | None = None,
     ) -> None:
         self.law = law
+        self._shallow_law = shallow_law
         self.info = ModelInfo(
             name=name,
             architecture="toy",
@@ -59,10 +64,13 @@ class ToyModel(Model):
     def forward(self, spans: Seq[Span]) -> list[Output]:
         return [self._forward(span) for span in spans]
 
-    def shallow(self, num_layers: int) -> ToyModel:
+    def shallow(self, num_layers: int, skip: Collection[int] = ()) -> ToyModel:
         if not 1 <= num_layers <= self.info.num_layers:
             raise ParameterError(f"num_layers={num_layers}; the model has layers 1 to {self.info.num_layers}.")
-        return self
+        if self._shallow_law is None:
+            return self
+        info = self.info
+        return ToyModel(self._shallow_law, info.vocab_size, max_model_len=info.max_model_len, num_layers=num_layers)
 
     def _forward(self, span: Span) -> Output:
         cache = span.cache

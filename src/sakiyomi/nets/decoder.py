@@ -6,17 +6,18 @@ Letters: R packed rows, H hidden width, V vocabulary, T taps, I width of the fee
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import reprlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sakiyomi.errors import CheckpointError, ParameterError
+from sakiyomi.errors import CheckpointError, ParameterError, UnsupportedModelError
 from sakiyomi.ops.base import LayerWeights, Mask, Ops, Past, StackSpec
 from sakiyomi.types import Array, Tensor
 
@@ -75,8 +76,8 @@ class DecoderConfig:
         files carry them instead of the parameters of the llama3 rope type.
 
         Raises:
-            CheckpointError: an architecture, activation, rope scaling or bias that is not supported, a missing key, or
-                a value that cannot be.
+            UnsupportedModelError: an architecture, activation, rope scaling or bias that is not supported.
+            CheckpointError: a missing key, or a value that cannot be.
         """
         try:
             with np.errstate(all="ignore"):  # what comes out is checked
@@ -91,13 +92,15 @@ class DecoderConfig:
     def _read(cls, config: Mapping[str, Any]) -> DecoderConfig:
         model_type = config.get("model_type")
         if not isinstance(model_type, str) or model_type not in DEFAULTS:
-            raise CheckpointError(f"model_type {model_type!r} is not supported; supported are {', '.join(DEFAULTS)}.")
+            raise UnsupportedModelError(
+                f"model_type {model_type!r} is not supported; supported are {', '.join(DEFAULTS)}."
+            )
         config = DEFAULTS[model_type] | dict(config)
         activation = config.get("hidden_act", "silu")
         if activation != "silu":
-            raise CheckpointError(f"hidden_act {activation!r} is not supported; only 'silu' is.")
+            raise UnsupportedModelError(f"hidden_act {activation!r} is not supported; only 'silu' is.")
         if config.get("mlp_bias"):
-            raise CheckpointError("mlp_bias=true is not supported; only feed-forward layers without biases are.")
+            raise UnsupportedModelError("mlp_bias=true is not supported; only feed-forward layers without biases are.")
         hidden_size = _integer(config, "hidden_size")
         num_layers = _integer(config, "num_hidden_layers", highest=MAX_LAYERS)
         num_heads = _integer(config, "num_attention_heads")
@@ -152,6 +155,10 @@ class DecoderConfig:
 class Decoder:
     """A decoder with its weights in the form that `ops` wants.
 
+    Attributes:
+        numbers: which layers of the model `layers` are: all, or those that `shallow` left.
+        num_rows: for each layer of the model the rows that it has run over, in this and all shallow forms [L].
+
     Args:
         tensors: transformers' tensor names to arrays.
         vocab_size: ids that have logits; rows of embedding and head behind them are padding and are cut off.
@@ -173,6 +180,9 @@ class Decoder:
         self.spec = config.stack_spec()
         loader = _Loader(ops, config, tensors)
         self.layers = [loader.layer(index) for index in range(config.num_layers)]
+        self.numbers = tuple(range(config.num_layers))
+        self.num_rows: npt.NDArray[np.int64] = np.zeros(config.num_layers, np.int64)
+        self._found_stretches: dict[tuple[int, int], list[tuple[int, list[LayerWeights], StackSpec]]] = {}
         self.norm = loader.vector("model.norm.weight")
         self.embedding = loader.rows("model.embed_tokens.weight", self.vocab_size)
         self.head = self.embedding if config.tied else loader.rows("lm_head.weight", self.vocab_size)
@@ -198,25 +208,84 @@ class Decoder:
         Returns:
             Logits [len(logit_rows), V] and taps [R, T * H], each None when not asked for.
         """
-        ops = self.ops
-        x, kept = ops.decoder_stack(
-            ops.embed(self.embedding, token_ids), self.layers, self.spec, positions, past, mask, taps
-        )
-        logits = None
-        if len(logit_rows):
-            wanted = x if len(logit_rows) == len(x) else x[list(logit_rows)]
-            logits = ops.logits(ops.rms_norm(wanted, self.norm, self.config.eps), self.head)
-        return logits, ops.concat(kept) if kept else None
+        x, kept = self.run(self.embed(token_ids), 0, self.config.num_layers, positions, past, mask, taps)
+        logits = self.logits(x, logit_rows) if len(logit_rows) else None
+        return logits, self.ops.concat(kept) if kept else None
 
-    def shallow(self, num_layers: int) -> Decoder:
-        """The first layers, with the final norm and the head, sharing all weights."""
+    def embed(self, token_ids: npt.NDArray[np.int32]) -> Array:
+        """What goes into the first layer: ids [R] -> [R, H]."""
+        return self.ops.embed(self.embedding, token_ids)
+
+    def run(
+        self,
+        x: Array,
+        first: int,
+        end: int,
+        positions: npt.NDArray[np.int32],
+        past: Past | None,
+        mask: Mask,
+        taps: Sequence[int] = (),
+    ) -> tuple[Array, list[Array]]:
+        """Run those of the layers `first` to `end` - 1 that the decoder has over x [R, H].
+
+        Args:
+            taps: layer numbers t from `first` to `end`, ascending: the hidden state after the first t layers.
+
+        Returns:
+            The state after the last of them [R, H], and one [R, H] per tap.
+        """
+        self.num_rows[[number for number in self.numbers if first <= number < end]] += len(x)
+        kept: dict[int, Array] = {}
+        for start, layers, spec in self._stretches(first, end):
+            inside = [tap for tap in taps if start <= tap <= start + len(layers)]
+            kept |= {tap: x for tap in taps if tap < start and tap not in kept}
+            here = None if past is None else past.at(start)
+            x, tapped = self.ops.decoder_stack(x, layers, spec, positions, here, mask, [tap - start for tap in inside])
+            kept |= dict(zip(inside, tapped, strict=True))
+        return x, [kept.get(tap, x) for tap in taps]
+
+    def logits(self, x: Array, rows: Sequence[int]) -> Array:
+        """Logits [len(rows), V] of chosen rows of x [R, H], the state after the last layer."""
+        wanted = x if len(rows) == len(x) else x[list(rows)]
+        return self.ops.logits(self.ops.rms_norm(wanted, self.norm, self.config.eps), self.head)
+
+    def shallow(self, num_layers: int, skip: Collection[int] = ()) -> Decoder:
+        """The first layers without those in `skip`, with the final norm and the head, sharing all weights."""
         if not 1 <= num_layers <= self.config.num_layers:
             raise ParameterError(f"num_layers={num_layers} is not allowed; give 1 to {self.config.num_layers}.")
+        wrong = [layer for layer in skip if not 0 <= layer < num_layers]
+        if wrong:
+            raise ParameterError(f"layer {wrong[0]} cannot be skipped; layers are 0 to {num_layers - 1}.")
+        numbers = tuple(number for number in self.numbers[:num_layers] if number not in skip)
+        if not numbers:
+            raise ParameterError(f"all {num_layers} layers are to be skipped; leave one at least.")
         cut = copy.copy(self)
         cut.config = replace(self.config, num_layers=num_layers, windows=self.config.windows[:num_layers])
         cut.spec = cut.config.stack_spec()
-        cut.layers = self.layers[:num_layers]
+        cut.numbers = numbers
+        cut.layers = [self.layers[number] for number in numbers]
+        cut._found_stretches = {}
         return cut
+
+    @property
+    def num_leading(self) -> int:
+        """How many layers the decoder has before the first one that it skips."""
+        return next((i for i, number in enumerate(self.numbers) if number != i), len(self.numbers))
+
+    def _stretches(self, first: int, end: int) -> list[tuple[int, list[LayerWeights], StackSpec]]:
+        """Runs of neighbouring layers from `first` to `end` - 1: number of the first, weights, shape; the same objects
+        each time, which the ops may keep what they prepared for."""
+        found = self._found_stretches.get((first, end))
+        if found is None:
+            found = self._found_stretches[first, end] = []
+            wanted = [(i, number) for i, number in enumerate(self.numbers) if first <= number < end]
+            for _, group in itertools.groupby(wanted, key=lambda pair: pair[1] - pair[0]):
+                pairs = list(group)
+                start, stop = pairs[0][1], pairs[-1][1] + 1
+                layers = [self.layers[i] for i, _ in pairs]
+                windows = self.spec.windows[start:stop] if self.spec.windows else ()
+                found.append((start, layers, replace(self.spec, windows=windows)))
+        return found
 
 
 # ---------------------------------------------------------------------------------------------- weights
@@ -367,15 +436,26 @@ def _windows(config: Mapping[str, Any], model_type: str, num_layers: int) -> tup
     return tuple(window if kind == "sliding_attention" else None for kind in kinds[:num_layers])
 
 
+def rope_frequencies(
+    config: Mapping[str, Any], head_dim: int, max_positions: int
+) -> tuple[npt.NDArray[np.float32], float]:
+    """Inverse frequencies [D / 2] and the factor on cos and sin that a transformers configuration asks for.
+
+    Raises:
+        CheckpointError: a rope type or parameter that is not supported.
+    """
+    return _rope_frequencies(_rope_parameters(config, max_positions), head_dim, config.get("rope_freq_factors"))
+
+
 def _rope_parameters(config: Mapping[str, Any], max_positions: int) -> dict[str, Any]:
     """Rope parameters in one form: transformers 5 writes `rope_parameters`, earlier ones two keys."""
     rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
     rope["rope_type"] = kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in ROPE_KINDS:
-        raise CheckpointError(f"rope type {kind!r} is not supported; supported are {', '.join(ROPE_KINDS)}.")
+        raise UnsupportedModelError(f"rope type {kind!r} is not supported; supported are {', '.join(ROPE_KINDS)}.")
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
-        raise CheckpointError(f"partial_rotary_factor={partial!r} is not supported; only 1.0 is.")
+        raise UnsupportedModelError(f"partial_rotary_factor={partial!r} is not supported; only 1.0 is.")
     default_theta = config.get("rope_theta")
     rope["rope_theta"] = _number(rope, "rope_theta", 10000.0 if default_theta is None else default_theta)
     if kind != "default":

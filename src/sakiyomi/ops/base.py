@@ -39,7 +39,8 @@ class Tree:
     """A row attends to its sequence's past, to its ancestors in the tree, and to itself.
 
     Attributes:
-        parents: int32 [R], indices into the row's own sequence segment, -1 = the cached past. Parents come first.
+        parents: int32 [R], indices into the tree of the row's sequence, -1 = the cached past. Parents come first. A
+            tree begins with the pending rows of the cache (`KVSlots.pending`), then come the call's own.
         bounds: B+1 row offsets of the segments.
     """
 
@@ -76,13 +77,21 @@ class KVSlots:
     """One sequence's cache as the ops see it.
 
     Attributes:
-        keys, values: [L, G, C, D], already holding room for the rows of the call behind `length`.
+        keys, values: [L, G, C, D], already holding room for the rows of the call behind `length` and `pending`.
         length: committed slots; slot i holds position i.
+        pending: the parents (-1: the committed past) of rows behind `length` that earlier calls stored, and that the
+            rows of this call may descend from.
     """
 
     keys: Array
     values: Array
     length: int
+    pending: tuple[int, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """The slot of the call's first row."""
+        return self.length + len(self.pending)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +149,31 @@ class LayerWeights:
     down: Weight
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpWeights:
+    """Weights of one step of a recurrent MLP speculator (nets/mlp.py); gate_up stacks gate and up: [2I, H].
+
+    Attributes:
+        tokens: what the step adds for a token of its own, [M, H], or None; its last row is 0.
+        token_rows: int32 [V], for each id the row of `tokens`; M - 1 for those without one.
+    """
+
+    tokens: Weight | None = None
+    token_rows: npt.NDArray[np.int32] | None = None
+    fuse: Weight
+    bias: Array
+    inner_norm: Array
+    gate_up: Weight
+    down: Weight
+    norm: Array
+    ones: Array
+    eps: float
+
+
+Hide = Callable[[str, Array], Array]
+"""From the name of a matrix and its inputs to the inputs with some of them hidden (training's dropout)."""
+
+
 class Ops(ABC):
     """The operations. Arrays are the implementation's own; integer arguments are numpy int32 arrays."""
 
@@ -176,6 +210,10 @@ class Ops(ABC):
         """Rows of an embedding table: ids [R] -> [R, K]."""
 
     @abstractmethod
+    def select_rows(self, weight: Weight, ids: npt.NDArray[np.int32]) -> Weight:
+        """The outputs `ids` [K] of a weight [N, H] as a weight [K, H] of the same precision."""
+
+    @abstractmethod
     def linear(self, x: Array, weight: Weight, bias: Array | None = None) -> Array:
         """x [R, K] times the transposed weight [N, K], plus bias [N] -> [R, N]."""
 
@@ -198,7 +236,7 @@ class Ops(ABC):
 
     @abstractmethod
     def store(self, past: Past, k: Array, v: Array, bounds: Sequence[int]) -> tuple[Array, Array]:
-        """Write the rows' k, v [R, G, D] into the caches behind their length; return them as the cache holds them."""
+        """Write the rows' k, v [R, G, D] into the caches behind what is there; return them as the cache holds them."""
 
     @abstractmethod
     def attend(self, q: Array, k: Array, v: Array, past: Past | None, mask: Mask, window: int | None = None) -> Array:
@@ -227,9 +265,37 @@ class Ops(ABC):
         """Arrays [R, N_i] side by side: [R, sum of N_i]. This form is for numpy arrays."""
         return np.concatenate(parts, axis=-1)
 
+    def stack(self, parts: Sequence[Array]) -> Array:
+        """Arrays [R_i, N] under one another: [sum of R_i, N]. This form is for numpy arrays."""
+        return np.concatenate(parts, axis=0)
+
     @abstractmethod
     def argmax(self, x: Array) -> npt.NDArray[np.int64]:
         """The lowest index of the largest value of each row: [R, N] -> [R]."""
+
+    # ---- a step of an MLP speculator, composed
+
+    def mlp_state(
+        self, left: Array, token_ids: npt.NDArray[np.int32], embedding: Weight, weights: MlpWeights, hide: Hide | None
+    ) -> Array:
+        """The states [R, H] behind `token_ids` [R], from the states [R, n * H] in front of them."""
+        hide = hide or (lambda name, x: x)
+        x = self.concat([left, self.embed(embedding, token_ids)])
+        num_rows, width = x.shape
+        hidden = len(weights.ones)
+        normed = self.rms_norm(x.reshape(-1, hidden), weights.ones, weights.eps).reshape(num_rows, width)
+        fused = self.linear(hide("fuse", normed), weights.fuse, weights.bias)
+        if weights.token_rows is not None:
+            fused = self.add(self.embed(weights.tokens, weights.token_rows[token_ids]), fused)
+        inner = self.silu_mul(self.linear(self.rms_norm(fused, weights.inner_norm, weights.eps), weights.gate_up))
+        return self.add(fused, self.linear(hide("down", inner), weights.down))
+
+    def mlp_step(
+        self, left: Array, token_ids: npt.NDArray[np.int32], embedding: Weight, weights: MlpWeights, head: Weight
+    ) -> tuple[Array, Array]:
+        """`mlp_state`, and the logits [R, K] over a head [K, H]."""
+        states = self.mlp_state(left, token_ids, embedding, weights, None)
+        return states, self.linear(self.rms_norm(states, weights.norm, weights.eps), head)
 
     # ---- a decoder stack, composed
 
@@ -271,8 +337,22 @@ class Ops(ABC):
         mask: Mask,
         window: int | None,
     ) -> Array:
-        num_heads, num_kv, width = spec.num_heads, spec.num_kv_heads, spec.head_dim
         normed = self.rms_norm(x, layer.input_norm, spec.eps)
+        x = self.add(x, self.self_attention(normed, layer, spec, positions, past, mask, window))
+        return self.add(x, self.feed_forward(x, layer, spec.eps))
+
+    def self_attention(
+        self,
+        normed: Array,
+        layer: LayerWeights,
+        spec: StackSpec,
+        positions: npt.NDArray[np.int32],
+        past: Past | None,
+        mask: Mask,
+        window: int | None = None,
+    ) -> Array:
+        """What a layer's attention adds to its residual stream, from what it reads [R, K of `layer.qkv`]."""
+        num_heads, num_kv, width = spec.num_heads, spec.num_kv_heads, spec.head_dim
         qkv = self.linear(normed, layer.qkv, layer.qkv_bias).reshape(len(positions), num_heads + 2 * num_kv, width)
         q, k, v = qkv[:, :num_heads], qkv[:, num_heads : num_heads + num_kv], qkv[:, num_heads + num_kv :]
         if layer.q_norm is not None:
@@ -285,6 +365,9 @@ class Ops(ABC):
             assert isinstance(mask, Causal | Tree), "only Causal and Tree masks go with a cache"
             k, v = self.store(past, k, v, mask.bounds)
         attended = self.attend(q, k, v, past, mask, window)
-        x = self.add(x, self.linear(attended, layer.output, layer.output_bias))
-        normed = self.rms_norm(x, layer.post_norm, spec.eps)
-        return self.add(x, self.linear(self.silu_mul(self.linear(normed, layer.gate_up)), layer.down))
+        return self.linear(attended, layer.output, layer.output_bias)
+
+    def feed_forward(self, x: Array, layer: LayerWeights, eps: float) -> Array:
+        """What a layer's inner part adds to its residual stream x [R, H]."""
+        normed = self.rms_norm(x, layer.post_norm, eps)
+        return self.linear(self.silu_mul(self.linear(normed, layer.gate_up)), layer.down)

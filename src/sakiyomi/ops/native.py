@@ -10,14 +10,26 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from sakiyomi.cores import count_cores
 from sakiyomi.errors import MissingExtraError, ParameterError, advise_extra
-from sakiyomi.ops.base import Blocks, Causal, Dense, LayerWeights, Mask, Matrix, Ops, Past, StackSpec, Tree
+from sakiyomi.ops.base import (
+    Blocks,
+    Causal,
+    Dense,
+    LayerWeights,
+    Mask,
+    Matrix,
+    MlpWeights,
+    Ops,
+    Past,
+    StackSpec,
+    Tree,
+)
 from sakiyomi.types import GROUP_SIZE, Quantized
 
 _native: Any
@@ -67,11 +79,11 @@ class NativeOps(Ops):
     Args:
         dtype: "int8" holds quantized matrices as they are, quantizes float ones whose width is a multiple of 32, and
             rounds the inputs of `linear` to 8 bits in groups of 32; caches are float16. "float32" rounds nothing.
-        threads: threads that share the work of an operation; None takes the CPUs that this process may use.
+        threads: threads that share the work of an operation; None takes one per core (cores.py).
         store: where `named_weight` keeps packed weights, or None.
 
     Environment:
-        SAKIYOMI_ISA: avx512, avx2 or portable, instead of the widest that the machine has.
+        SAKIYOMI_ISA: avx512, avx2, neon or portable, instead of the widest that the machine has.
         SAKIYOMI_STORAGE: "8bit" holds four-bit matrices in eight bits, for comparison; the results are the same bits.
 
     Raises:
@@ -105,10 +117,11 @@ class NativeOps(Ops):
         except ValueError as error:
             raise ParameterError(str(error)) from None
         self.dtype = dtype
-        self.threads = count_cpus() if threads is None else threads
+        self.threads = min(count_cores(), MAX_THREADS) if threads is None else threads
         self._store = store
         self._bytes_only = os.environ.get("SAKIYOMI_STORAGE") == "8bit"
         self._rope_tables: dict[tuple[bytes, float], Floats] = {}
+        self._mlp_steps: dict[tuple[int, int, int], tuple[MlpWeights, Any]] = {}
         self._stacks: dict[tuple[int, int, int], tuple[tuple[LayerWeights, ...], StackSpec, Any]] = {}
 
     # ---- arrays and weights
@@ -152,6 +165,9 @@ class NativeOps(Ops):
         out = np.empty((len(ids), table.shape[1]), np.float32)
         _native.embed(table, ids, out)
         return out
+
+    def select_rows(self, weight: Any, ids: npt.NDArray[np.int32]) -> Any:
+        return _native.select_rows(weight, _ints(ids))
 
     def linear(self, x: Floats, weight: Any, bias: Floats | None = None) -> Floats:
         out = np.empty((len(x), weight.shape[0]), np.float32)
@@ -220,6 +236,28 @@ class NativeOps(Ops):
         _native.argmax(_floats(x), out, self.threads)
         return out
 
+    # ---- a step of an MLP speculator, fused
+
+    def mlp_step(
+        self, left: Floats, token_ids: npt.NDArray[np.int32], embedding: Any, weights: MlpWeights, head: Any
+    ) -> tuple[Floats, Floats]:
+        if weights.down.shape[1] % GROUP_SIZE:
+            return super().mlp_step(left, token_ids, embedding, weights, head)
+        key = (id(weights), id(head), id(embedding))
+        entry = self._mlp_steps.get(key)
+        if entry is None or entry[0] is not weights:
+            fields = (weights.fuse, weights.bias, weights.inner_norm, weights.gate_up, weights.down, weights.norm)
+            tokens, rows = weights.tokens, weights.token_rows
+            entry = (weights, _native.MlpStep((*fields, weights.ones), embedding, head, tokens, rows, weights.eps))
+            if len(self._mlp_steps) >= _MAX_STACKS:
+                self._mlp_steps.clear()
+            self._mlp_steps[key] = entry
+        num_rows = len(token_ids)
+        states = np.empty((num_rows, weights.down.shape[0]), np.float32)
+        logits = np.empty((num_rows, head.shape[0]), np.float32)
+        entry[1].run(_floats(left), _ints(token_ids), states, logits, self.threads)
+        return states, logits
+
     # ---- a decoder stack, fused
 
     def decoder_stack(
@@ -282,34 +320,26 @@ def list_isas() -> list[str]:
     return str(_native.isas()).split()
 
 
-def count_cpus() -> int:
-    """CPUs that this process may use, by affinity and by the quota of its control group; at least 1."""
-    try:
-        count = len(os.sched_getaffinity(0))
-    except AttributeError:
-        count = os.cpu_count() or 1
-    quota = _cgroup_quota()
-    if quota is not None:
-        count = min(count, max(1, int(quota)))
-    return max(1, min(count, MAX_THREADS))
-
-
-def quantize(matrix: Matrix) -> Quantized:
+def quantize(matrix: Matrix, bits: int = 8) -> Quantized:
     """An [N, K] matrix in unsigned 8-bit values, scale and min per group of 32; quantized ones stay as they are.
 
     Min is rounded down and scale up, so that every value of the group lies inside the range.
+
+    Args:
+        bits: 8, or 4 for values up to 15, which `Ops.weight` holds in half the room.
     """
     if isinstance(matrix, Quantized):
         return matrix
+    highest_value = 2**bits - 1
     groups = _floats(matrix).reshape(matrix.shape[0], -1, GROUP_SIZE)
     lowest, highest = groups.min(axis=2), groups.max(axis=2)
     mins = _round_half(lowest, -np.inf)
     low = mins.astype(np.float32)
-    scales = _round_half((highest - low) / np.float32(255.0), np.inf)
+    scales = _round_half((highest - low) / np.float32(highest_value), np.inf)
     steps = scales.astype(np.float32)
     inverse = np.divide(np.float32(1.0), steps, out=np.zeros_like(steps), where=steps > 0)
     values = np.rint((groups - low[:, :, None]) * inverse[:, :, None])
-    return Quantized(np.clip(values, 0, 255).astype(np.uint8).reshape(matrix.shape), scales, mins)
+    return Quantized(np.clip(values, 0, highest_value).astype(np.uint8).reshape(matrix.shape), scales, mins)
 
 
 def _round_half(values: Floats, towards: float) -> npt.NDArray[np.float16]:
@@ -359,9 +389,9 @@ def _window(window: int | None) -> int:
     return window or 0
 
 
-def _caches(past: Past) -> tuple[list[Any], list[Any], list[int]]:
+def _caches(past: Past) -> tuple[list[Any], list[Any], list[int], list[tuple[int, ...]]]:
     slots = past.slots
-    return [s.keys for s in slots], [s.values for s in slots], [s.length for s in slots]
+    return [s.keys for s in slots], [s.values for s in slots], [s.length for s in slots], [s.pending for s in slots]
 
 
 def _segments(mask: Mask) -> tuple[list[int], npt.NDArray[np.int32] | None]:
@@ -403,18 +433,3 @@ def _rope_block(index: int, inv_freq: npt.NDArray[np.float32], scale: float) -> 
     angles = (positions[:, None] * inv_freq.astype(np.float32)[None, :]).astype(np.float64)
     factor = np.float32(scale)
     return np.concatenate([np.cos(angles).astype(np.float32) * factor, np.sin(angles).astype(np.float32) * factor], 1)
-
-
-def _cgroup_quota() -> float | None:
-    """CPUs that the control group grants, or None without a limit."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        pass
-    try:
-        folder = Path("/sys/fs/cgroup/cpu")
-        micros = int((folder / "cpu.cfs_quota_us").read_text())
-        return micros / int((folder / "cpu.cfs_period_us").read_text()) if micros > 0 else None
-    except (OSError, ValueError):
-        return None

@@ -33,7 +33,7 @@ class _Patterns:
     """Attention patterns of the last mask, by window; the layers of a stack ask for the same ones."""
 
     mask: Mask
-    lengths: tuple[int, ...]
+    pasts: tuple[tuple[int, tuple[int, ...]], ...]
     by_window: dict[int | None, list[Tensor | None]] = field(default_factory=dict)
 
 
@@ -91,6 +91,10 @@ class TorchOps(Ops):
         """Rows of an embedding table: ids [R] -> [R, K]."""
         return F.embedding(self._on_device(ids).long(), table)
 
+    def select_rows(self, weight: Tensor, ids: npt.NDArray[np.int32]) -> Tensor:
+        """Rows of a weight: [N, H] -> [len(ids), H]."""
+        return weight[self._on_device(ids).long()]
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [R, K] -> [R, N]."""
         return F.linear(x, weight, bias)
@@ -112,7 +116,7 @@ class TorchOps(Ops):
     def store(self, past: Past, k: Tensor, v: Tensor, bounds: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Write the rows into the caches, which never carry gradients; k and v come back as they are."""
         for slots, start, stop in zip(past.slots, bounds, bounds[1:], strict=False):
-            room = slice(slots.length, slots.length + stop - start)
+            room = slice(slots.end, slots.end + stop - start)
             slots.keys[past.layer, :, room] = k[start:stop].detach().transpose(0, 1)
             slots.values[past.layer, :, room] = v[start:stop].detach().transpose(0, 1)
         return k, v
@@ -144,6 +148,10 @@ class TorchOps(Ops):
         """Arrays [R, N_i] side by side."""
         return torch.cat(list(parts), dim=-1)
 
+    def stack(self, parts: Sequence[Tensor]) -> Tensor:
+        """Arrays [R_i, N] under one another."""
+        return torch.cat(list(parts))
+
     def argmax(self, x: Tensor) -> npt.NDArray[np.int64]:
         """The lowest index of the largest value of each row: [R, N] -> [R]."""
         return cast("npt.NDArray[np.int64]", x.argmax(-1).cpu().numpy())
@@ -171,13 +179,13 @@ class TorchOps(Ops):
 
     def _allowed(self, mask: Mask, bounds: Sequence[int], past: Past | None, window: int | None) -> list[Tensor | None]:
         """For each sequence which keys each row sees, bool [M, past + M]; None where a row sees all."""
-        lengths = tuple(slots.length for slots in past.slots) if past is not None else (0,) * (len(bounds) - 1)
+        pasts = tuple((s.length, s.pending) for s in past.slots) if past is not None else ((0, ()),) * (len(bounds) - 1)
         last = self._patterns
-        if last is None or last.mask is not mask or last.lengths != lengths:
-            self._patterns = last = _Patterns(mask, lengths)
+        if last is None or last.mask is not mask or last.pasts != pasts:
+            self._patterns = last = _Patterns(mask, pasts)
         if window not in last.by_window:
             last.by_window[window] = [
-                None if pattern.all() else self._on_device(pattern) for pattern in _patterns(mask, lengths, window)
+                None if pattern.all() else self._on_device(pattern) for pattern in _patterns(mask, pasts, window)
             ]
         return last.by_window[window]
 
@@ -204,9 +212,9 @@ def _with_past(past: Past, index: int, keys: Tensor, values: Tensor) -> tuple[Te
     """A sequence's cached keys and values followed by the call's own."""
     slots = past.slots[index]
     if not keys.requires_grad and not values.requires_grad:
-        end = slots.length + keys.shape[1]
+        end = slots.end + keys.shape[1]
         return slots.keys[past.layer, :, :end], slots.values[past.layer, :, :end]
-    cached_keys, cached_values = slots.keys[past.layer, :, : slots.length], slots.values[past.layer, :, : slots.length]
+    cached_keys, cached_values = slots.keys[past.layer, :, : slots.end], slots.values[past.layer, :, : slots.end]
     return torch.cat((cached_keys, keys), dim=1), torch.cat((cached_values, values), dim=1)
 
 
@@ -214,7 +222,9 @@ def _segments(mask: Mask, num_rows: int) -> tuple[int, ...]:
     return mask.bounds if isinstance(mask, Causal | Tree) else (0, num_rows)
 
 
-def _patterns(mask: Mask, lengths: Sequence[int], window: int | None) -> list[npt.NDArray[np.bool_]]:
+def _patterns(
+    mask: Mask, pasts: Sequence[tuple[int, tuple[int, ...]]], window: int | None
+) -> list[npt.NDArray[np.bool_]]:
     """Which keys each row of each sequence sees, bool [M, past + M]."""
     if isinstance(mask, Dense):
         places = np.arange(len(mask.allowed))
@@ -226,22 +236,29 @@ def _patterns(mask: Mask, lengths: Sequence[int], window: int | None) -> list[np
         places = allowed.sum(1) - 1
         return [_narrowed(allowed, places, places, window)]
     patterns = []
-    for length, start, stop in zip(lengths, mask.bounds, mask.bounds[1:], strict=False):
-        own, depths = _own_pattern(mask, start, stop)
-        allowed = np.concatenate([np.ones((stop - start, length), np.bool_), own], axis=1)
+    for (length, pending), start, stop in zip(pasts, mask.bounds, mask.bounds[1:], strict=False):
+        own, depths = _tree_pattern(mask, pending, start, stop)
         rows = length + depths
-        patterns.append(_narrowed(allowed, rows, np.concatenate([np.arange(length), rows]), window))
+        columns = np.concatenate([np.arange(length), rows])
+        own, rows = own[len(pending) :], rows[len(pending) :]
+        allowed = np.concatenate([np.ones((stop - start, length), np.bool_), own], axis=1)
+        patterns.append(_narrowed(allowed, rows, columns, window))
     return patterns
 
 
-def _own_pattern(mask: Causal | Tree, start: int, stop: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
-    """What the rows of one sequence see of each other, [M, M], and how far below the past each stands, [M]."""
-    num_rows = stop - start
+def _tree_pattern(
+    mask: Causal | Tree, pending: tuple[int, ...], start: int, stop: int
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
+    """What the rows of one sequence's tree, P pending and M own ones, see of each other, [P + M, P + M], and how far
+    below the past each stands, [P + M]."""
+    num_rows = len(pending) + stop - start
     places = np.arange(num_rows)
-    if isinstance(mask, Causal) or np.array_equal(mask.parents[start:stop], places - 1):
+    last = places[len(pending) :] - 1 if isinstance(mask, Causal) else mask.parents[start:stop]
+    parents = np.concatenate([np.array(pending, np.int64), last])
+    if np.array_equal(parents, places - 1):
         return np.tri(num_rows, dtype=np.bool_), places
     own = np.eye(num_rows, dtype=np.bool_)
-    for row, parent in enumerate(mask.parents[start:stop]):
+    for row, parent in enumerate(parents):
         if parent >= 0:
             own[row] |= own[parent]
     return own, own.sum(1) - 1

@@ -6,7 +6,7 @@ Thousands of draws at a few contexts then cost about as many passes as there are
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -18,7 +18,7 @@ from sakiyomi.models.toy import TokenCache
 from sakiyomi.params import SamplingParams
 from sakiyomi.sampling.choose import choose
 from sakiyomi.sampling.distributions import Law, law_of
-from sakiyomi.types import Array, Cache, History, Model, Output, Span
+from sakiyomi.types import Array, Cache, History, Lent, Model, Output, Span
 
 MAX_BYTES = 256 * 2**20
 MAX_LAWS = 256
@@ -43,7 +43,7 @@ class MemoModel(Model):
         self._rows: OrderedDict[Path, Logits] = OrderedDict()
         self._laws: OrderedDict[tuple[Path, int, frozenset[int], int], tuple[Law, SamplingParams]] = OrderedDict()
         self._bases: dict[Path, Cache] = {}
-        self._shallow: dict[int, MemoModel] = {}
+        self._shallow: dict[tuple[int, tuple[int, ...]], MemoModel] = {}
 
     def new_cache(self) -> TokenCache:
         return TokenCache()
@@ -51,10 +51,14 @@ class MemoModel(Model):
     def forward(self, spans: Seq[Span]) -> list[Output]:
         return [self._forward(span) for span in spans]
 
-    def shallow(self, num_layers: int) -> MemoModel:
-        if num_layers not in self._shallow:
-            self._shallow[num_layers] = MemoModel(self._model.shallow(num_layers))
-        return self._shallow[num_layers]
+    def shallow(self, num_layers: int, skip: Collection[int] = ()) -> MemoModel:
+        key = (num_layers, tuple(sorted(skip)))
+        if key not in self._shallow:
+            self._shallow[key] = MemoModel(self._model.shallow(num_layers, skip))
+        return self._shallow[key]
+
+    def lend(self) -> Lent | None:
+        return self._model.lend()
 
     def row(self, path: Path) -> Logits:
         """The logits of the token that follows all of `path`."""

@@ -37,6 +37,7 @@ SUM_LANES = 16
 HAS_NAN = -1  # what the C++ chooser returns instead of an id
 FLOAT32 = np.finfo(np.float32)
 NO_IDS: Ids = np.empty(0, np.int64)
+CONFIDENCE_SLACK = 1e-6
 
 
 def choose(logits: Float32s, history: History) -> int:
@@ -81,29 +82,37 @@ def choose_reference(logits: Float32s, history: History) -> int:
     return int(ids[np.argmax(scores[ids] + gumbel(history.seed, history.position, ids))])
 
 
-def rank(logits: Float32s, history: History, count: int) -> tuple[list[int], list[float]]:
+def rank(logits: Float32s, history: History, count: int, subset: Ids | None = None) -> tuple[list[int], list[float]]:
     """The `count` tokens that come first in the order by which `choose` takes one: candidates for a drafted tree.
+
+    Args:
+        subset: the ascending ids that `logits` are of, where they are not all; not for a history whose parameters
+            tell ids apart (`depends_on_ids`).
 
     Returns:
         Ids, best first, the first one that of `choose`; and the log-softmax of what they were ordered by (score +
         noise, or the logits at temperature 0), as the confidence that the target takes this very token.
     """
     row = process_logits(logits, history)
+    if history.params.is_greedy:
+        best, log_total, order = _summarize(row, min(count, row.size))
+        if not best > -np.inf:
+            raise _nan_error(history) if np.isnan(best) else _nothing_left_error(history)
+        confidences = _shift(row[order], best) - log_total
+        return (order if subset is None else subset[order].tolist()), confidences.tolist()
     best = row.max()
     if not best > -np.inf:
         raise _nan_error(history) if np.isnan(best) else _nothing_left_error(history)
-    if history.params.is_greedy:
-        ids = np.flatnonzero(row > -np.inf)
-        keys = _shift(row[ids], best)
-    else:
-        scores = filter_scores(row, history.params)
-        ids = np.flatnonzero(scores > -np.inf)
-        noise = (gumbel if _native is None else _native.gumbel)(history.seed, history.position, ids)
-        keys = scores[ids] + noise
-    order = np.argsort(-keys, kind="stable")[:count]
-    shifted = keys - keys[order[0]]
-    log_total = exact_log(exact_exp(shifted).sum())
-    return ids[order].tolist(), (shifted[order] - log_total).tolist()
+    scores = filter_scores(row, history.params)
+    columns = np.flatnonzero(scores > -np.inf)
+    ids = columns if subset is None else subset[columns]
+    noise = (gumbel if _native is None else _native.gumbel)(history.seed, history.position, ids)
+    keys = scores[columns] + noise
+    chosen = _largest(keys, min(count, keys.size))
+    shifted = (keys - keys[chosen[0]]).astype(np.float32)
+    _, log_total, _ = _summarize(shifted, 1)
+    # Rounded down: the sum over all ids, which is of single precision, may not come out above 1.
+    return ids[chosen].tolist(), (shifted[chosen] - (log_total + CONFIDENCE_SLACK)).tolist()
 
 
 def weigh(logits: Float32s, history: History) -> tuple[Ids, Float64s]:
@@ -200,12 +209,20 @@ def log_probs(logits: Float32s, token: int, top: int) -> TokenLogprobs:
     if not 0 <= token < row.size:
         raise ParameterError(f"token {token} is not in the vocabulary; ids are 0 to {row.size - 1}.")
     top = min(top, row.size)
-    best, log_total, ids = summarize_reference(row, top) if _native is None else _native.summarize(row, top)
+    best, log_total, ids = _summarize(row, top)
     if not best > -np.inf:
         raise SakiyomiError(f"no log-probabilities: the largest logit is {best}; the model's output is damaged.")
     values = (_shift(row[[*ids, token]], best) - log_total).tolist()
     rank = int(np.count_nonzero(row >= row[token]))
     return TokenLogprobs(values[-1], rank, list(zip(ids, values[:-1], strict=True)))
+
+
+def _summarize(row: Float32s, top: int) -> tuple[float, float, list[int]]:
+    """`summarize_reference`, in C++ where it is built."""
+    if _native is None:
+        return summarize_reference(row, top)
+    best, log_total, ids = _native.summarize(row, top)
+    return best, log_total, list(ids)
 
 
 def summarize_reference(row: Float32s, top: int) -> tuple[float, float, list[int]]:
@@ -228,17 +245,26 @@ def process_logits(logits: Float32s, history: History) -> Float32s:
     answer and path) and presence.
     """
     row, params = _row(logits), history.params
-    too_short = history.position - history.num_prompt < params.min_tokens
-    if not (too_short or params.logit_bias or params.has_penalties):
+    if not depends_on_ids(history):
         return row
     row = row.copy()
-    if too_short:
+    if _is_too_short(history):
         row[_banned_ids(history, row.size)] = -np.inf
     if params.logit_bias:
         row[_biased_ids(params.logit_bias, row.size)] += np.fromiter(params.logit_bias.values(), np.float32)
     if params.has_penalties:
         _penalize(row, history)
     return row
+
+
+def depends_on_ids(history: History) -> bool:
+    """Whether the parameters treat some ids unlike others at this place."""
+    params = history.params
+    return bool(_is_too_short(history) or params.logit_bias or params.has_penalties)
+
+
+def _is_too_short(history: History) -> bool:
+    return history.position - history.num_prompt < history.params.min_tokens
 
 
 def _penalize(row: Float32s, history: History) -> None:
@@ -319,8 +345,8 @@ def _shift(row: Float32s, best: float) -> Float64s:
     return row.astype(np.float64) - np.float64(best)
 
 
-def _largest(row: Float32s, k: int) -> Ids:
-    """The ids of the k largest logits, largest first, the lower id first among equals."""
+def _largest(row: Float32s | Float64s, k: int) -> Ids:
+    """The indices of the k largest values, largest first, the lower index first among equals."""
     if k == 0:
         return NO_IDS
     border = np.partition(row, row.size - k)[row.size - k]

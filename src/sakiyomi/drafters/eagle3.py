@@ -1,0 +1,199 @@
+"""eagle3: a trained decoder layer on the target's hidden states drafts chains or trees (EAGLE-1, -2, -3 and -3.1).
+
+The head (nets/eagle3.py) extends its cache by the rows that the target has verified, then feeds its own states back
+(Li et al., 2024 and 2025). With a width above 1 it grows EAGLE-2's dynamic trees: the most confident nodes of each
+depth go on, and the most confident of all are drafted. Tokens are found as in the `model` drafter (sampling/growth.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from sakiyomi.errors import ParameterError
+from sakiyomi.models.eagle import HeadMemo, HeadRunner, join_rows, open_head
+from sakiyomi.noise import Randomness
+from sakiyomi.ops.base import Tree
+from sakiyomi.plugins import MAX_DRAFT_TOKENS, check_bounds
+from sakiyomi.sampling.distributions import KeyedRandomness
+from sakiyomi.sampling.growth import Growth, SubsetCandidates
+from sakiyomi.tree import ROOT, Draft
+from sakiyomi.types import Array, Drafter, DrafterContext, DrawMode, Sequence
+
+
+class Eagle3Drafter(Drafter):
+    """Drafts with an EAGLE head that was trained for the target."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        """Options of `eagle3`.
+
+        Args:
+            path: a file that `sakiyomi train eagle3` made, or the folder of a published EAGLE-1, EAGLE-3 or
+                speculators head; None takes the one that comes with the package for the target.
+            num_speculative_tokens: depth of a draft at most, the length of a chain.
+            width: children of a node, and nodes that go on at each depth; 1 drafts chains.
+            max_nodes: nodes of a tree at most.
+            min_confidence: what is believed with less is not drafted.
+            draw: "coupled", "independent" or "argmax"; "auto" takes what the verifier asks for.
+        """
+
+        path: str | None = None
+        num_speculative_tokens: int = 3
+        width: int = 1
+        max_nodes: int = 8
+        min_confidence: float = 0.0
+        draw: Literal["auto", "coupled", "independent", "argmax"] = "auto"
+
+        def __post_init__(self) -> None:
+            for name in ("num_speculative_tokens", "width", "max_nodes"):
+                check_bounds(name, getattr(self, name), 1, MAX_DRAFT_TOKENS)
+            if not 0 <= self.min_confidence < 1:
+                raise ParameterError(f"min_confidence={self.min_confidence}; give a number from 0 to below 1.")
+            if self.draw not in ("auto", "coupled", "independent", "argmax"):
+                raise ParameterError(f"draw={self.draw!r} is not allowed; give auto, coupled, independent or argmax.")
+
+    def __init__(self, config: Config, context: DrafterContext, randomness: Randomness | None = None) -> None:
+        self.config = config
+        self.draw: DrawMode = context.draw if config.draw == "auto" else config.draw
+        self.randomness = randomness or KeyedRandomness()
+        self.parts = open_head(("eagle3", "eagle1"), config.path, context)
+        self.taps = self.parts.taps
+        self.runner = HeadRunner(self.parts.net, context.target.info.max_model_len)
+
+    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+        growths = [self._start(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
+        active = [growth for growth in growths if growth.frontier]
+        if active:
+            self.runner.catch_up([growth.memo for growth in active], [growth.sequence for growth in active])
+            self._begin(active)
+        while active := [growth for growth in active if growth.frontier]:
+            self._feed(active)
+        for growth in growths:
+            growth.end()
+        return [growth.draft() if len(growth.tree) else Draft.empty() for growth in growths]
+
+    def observe(self, sequence: Sequence, start: int, tokens: Seq[int], taps: Array | None) -> None:
+        if not isinstance(sequence.memo, HeadMemo):
+            sequence.memo = self.runner.new_memo()
+        self.runner.observe(sequence.memo, sequence, start, taps)
+
+    def rewind(self, sequence: Sequence, length: int) -> None:
+        if isinstance(sequence.memo, HeadMemo):
+            self.runner.rewind(sequence.memo, length)
+
+    def _start(self, sequence: Sequence, budget: int) -> _Growth:
+        memo, config = sequence.memo, self.config
+        is_ready = isinstance(memo, HeadMemo) and self.runner.is_ready(memo, sequence)
+        return _Growth(
+            sequence,
+            self.draw,
+            self.randomness,
+            width=config.width,
+            max_depth=min(budget, config.num_speculative_tokens) if is_ready else 0,
+            max_nodes=min(budget, config.num_speculative_tokens if config.width == 1 else config.max_nodes),
+            min_confidence=config.min_confidence,
+        )
+
+    def _begin(self, active: Seq[_Growth]) -> None:
+        """The children of the roots, from the rows that the target's features made."""
+        read = [growth.memo.last[0] for growth in active if growth.memo.last is not None]
+        logits = self.parts.logits(join_rows(read))
+        for row, growth in enumerate(active):
+            assert growth.memo.last is not None, "the last row was just fed"
+            growth.states[ROOT] = growth.memo.last[1]
+            growth.add(ROOT, self._candidates(logits[row]))
+            growth.go_on()
+
+    def _feed(self, active: Seq[_Growth]) -> None:
+        """Run the frontiers, in trees behind their ancestors, and append their children."""
+        parts = [growth.rows() for growth in active]
+        bounds = (0, *np.cumsum([len(part.tokens) for part in parts]).tolist())
+        read, states = self.runner.run(
+            [growth.memo for growth in active],
+            np.array([token for part in parts for token in part.tokens], np.int32),
+            join_rows([feature for part in parts for feature in part.features]),
+            np.array([position for part in parts for position in part.positions], np.int32),
+            Tree(np.array([parent for part in parts for parent in part.parents], np.int32), bounds),
+            bounds,
+        )
+        wanted = [
+            row
+            for growth, end in zip(active, bounds[1:], strict=True)
+            for row in range(end - len(growth.frontier), end)
+        ]
+        logits = self.parts.logits(read if len(wanted) == len(read) else read[wanted])
+        row = 0
+        for growth, end in zip(active, bounds[1:], strict=True):
+            growth.take(states, end)
+            for node in growth.frontier:
+                growth.add(node, self._candidates(logits[row]))
+                row += 1
+            growth.go_on()
+
+    def _candidates(self, logits: np.ndarray[tuple[int], np.dtype[np.float32]]) -> SubsetCandidates:
+        parts = self.parts
+        return SubsetCandidates(logits, parts.ids, parts.vocab_size, parts.sharpness)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """What a pass computes for one sequence."""
+
+    tokens: list[int]
+    features: list[Array]
+    positions: list[int]
+    parents: list[int]
+
+
+class _Growth(Growth):
+    """A draft with the cache that its rows land in.
+
+    A chain's rows are committed until the draft is done; a tree's are fed again in front of the next frontier.
+
+    Attributes:
+        states: for each node that was fed, and for the root, the state [1, H] that its children read.
+    """
+
+    def __init__(self, *args: Any, width: int, **options: Any) -> None:
+        super().__init__(*args, width=width, **options)
+        self.states: dict[int, Array] = {}
+        self._is_chain = width == 1
+        self._base = len(self.sequence.tokens) - 1
+        self._fed: list[int] = []
+
+    @property
+    def memo(self) -> HeadMemo:
+        memo = self.sequence.memo
+        assert isinstance(memo, HeadMemo), "only sequences that were observed grow"
+        return memo
+
+    def rows(self) -> _Rows:
+        """The frontier behind its ancestors."""
+        nodes = [*self._fed, *self.frontier]
+        index = {node: row for row, node in enumerate(nodes)}
+        parents = [self.tree.parents[node] for node in nodes]
+        return _Rows(
+            [self.tree.tokens[node] for node in nodes],
+            [self.states[parent] for parent in parents],
+            [self._base + self.tree.depths[node] - 1 for node in nodes],
+            [index.get(parent, -1) for parent in parents],
+        )
+
+    def take(self, states: Array, end: int) -> None:
+        """Note the states of the frontier, whose rows end before `end`."""
+        first = end - len(self.frontier)
+        for i, node in enumerate(self.frontier):
+            self.states[node] = states[first + i : first + i + 1]
+        if self._is_chain:
+            self.memo.cache.keep([0])
+        else:
+            self._fed += self.frontier
+
+    def end(self) -> None:
+        """Drop the rows of the draft: they hold guesses."""
+        if self.states:
+            self.memo.cache.truncate(self._base)

@@ -1,0 +1,105 @@
+"""peagle: an EAGLE head that drafts all its tokens in one pass (P-EAGLE, Hui et al., 2026).
+
+Behind the rows that the target has verified stand placeholder rows, all with the same learnt inputs; each predicts the
+token one place further on without knowing the guesses in between. They are dropped after the pass. Tokens are found as
+in the `model` drafter (sampling/growth.py); trees grow by the confidences of the places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Literal
+
+from sakiyomi.errors import ParameterError
+from sakiyomi.models.eagle import HeadMemo, HeadRunner, join_rows, open_head
+from sakiyomi.noise import Randomness
+from sakiyomi.plugins import MAX_DRAFT_TOKENS, check_bounds
+from sakiyomi.sampling.distributions import KeyedRandomness
+from sakiyomi.sampling.growth import Growth, SubsetCandidates
+from sakiyomi.tree import Draft
+from sakiyomi.types import Array, Drafter, DrafterContext, DrawMode, Sequence
+
+
+class PEagleDrafter(Drafter):
+    """Drafts with a parallel EAGLE head that was trained for the target."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        """Options of `peagle`.
+
+        Args:
+            path: a file that `sakiyomi train peagle` made, or the folder of a published head; None takes the one that
+                comes with the package for the target.
+            num_speculative_tokens: depth of a draft at most; no more than the head was trained for pay.
+            width: children of a node, and nodes that go on at each depth; 1 drafts chains.
+            max_nodes: nodes of a tree at most.
+            min_confidence: what is believed with less is not drafted.
+            draw: "coupled", "independent" or "argmax"; "auto" takes what the verifier asks for.
+        """
+
+        path: str | None = None
+        num_speculative_tokens: int = 5
+        width: int = 1
+        max_nodes: int = 8
+        min_confidence: float = 0.0
+        draw: Literal["auto", "coupled", "independent", "argmax"] = "auto"
+
+        def __post_init__(self) -> None:
+            for name in ("num_speculative_tokens", "width", "max_nodes"):
+                check_bounds(name, getattr(self, name), 1, MAX_DRAFT_TOKENS)
+            if not 0 <= self.min_confidence < 1:
+                raise ParameterError(f"min_confidence={self.min_confidence}; give a number from 0 to below 1.")
+            if self.draw not in ("auto", "coupled", "independent", "argmax"):
+                raise ParameterError(f"draw={self.draw!r} is not allowed; give auto, coupled, independent or argmax.")
+
+    def __init__(self, config: Config, context: DrafterContext, randomness: Randomness | None = None) -> None:
+        self.config = config
+        self.draw: DrawMode = context.draw if config.draw == "auto" else config.draw
+        self.randomness = randomness or KeyedRandomness()
+        self.parts = open_head(("peagle",), config.path, context)
+        self.taps = self.parts.taps
+        self.runner = HeadRunner(self.parts.net, context.target.info.max_model_len)
+
+    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+        growths = [self._start(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
+        active = [growth for growth in growths if growth.frontier]
+        if active:
+            memos = [growth.sequence.memo for growth in active]
+            depth = max(growth.max_depth for growth in active)
+            read = self.runner.look_ahead(memos, [growth.sequence for growth in active], depth - 1)
+            logits = self.parts.logits(join_rows(read))
+            for index, growth in enumerate(active):
+                self._grow(growth, logits[index * depth : (index + 1) * depth])
+        return [growth.draft() if len(growth.tree) else Draft.empty() for growth in growths]
+
+    def observe(self, sequence: Sequence, start: int, tokens: Seq[int], taps: Array | None) -> None:
+        if not isinstance(sequence.memo, HeadMemo):
+            sequence.memo = self.runner.new_memo()
+        self.runner.observe(sequence.memo, sequence, start, taps)
+
+    def rewind(self, sequence: Sequence, length: int) -> None:
+        if isinstance(sequence.memo, HeadMemo):
+            self.runner.rewind(sequence.memo, length)
+
+    def _start(self, sequence: Sequence, budget: int) -> Growth:
+        memo, config = sequence.memo, self.config
+        is_ready = isinstance(memo, HeadMemo) and self.runner.is_ready(memo, sequence)
+        return Growth(
+            sequence,
+            self.draw,
+            self.randomness,
+            width=config.width,
+            max_depth=min(budget, config.num_speculative_tokens) if is_ready else 0,
+            max_nodes=min(budget, config.num_speculative_tokens if config.width == 1 else config.max_nodes),
+            min_confidence=config.min_confidence,
+        )
+
+    def _grow(self, growth: Growth, logits: Array) -> None:
+        parts, depth = self.parts, 0
+        while growth.frontier:
+            candidates = SubsetCandidates(logits[depth], parts.ids, parts.vocab_size, parts.sharpness)
+            for node in growth.frontier:
+                growth.add(node, candidates)
+            growth.go_on()
+            depth += 1

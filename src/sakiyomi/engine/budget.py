@@ -1,0 +1,323 @@
+"""How much to draft and how much of it to check, per sequence and step, from measured costs and acceptance.
+
+Two questions, in this order (see docs/drafters.md):
+
+1. Whom to ask, for how many nodes? A source that costs next to nothing is always asked. Another one is asked for the
+   number of nodes whose expected gain is largest, by its acceptance at each depth and the measured cost of drafting and
+   of a pass; for none if no number pays. A source that is off is tried now and then.
+2. Which of the drafted nodes to check? The most probable ones, as many as are worth their time.
+
+Gain and cost meet in the rate: tokens per second of late, so that the speed of the whole run is what is made large. All
+times that enter are medians. Nothing depends on what a sampled draft drew: its length is chosen before it is drawn, by
+what came before, and it is checked whole. So rules that keep the distribution keep it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, get_args
+from weakref import WeakKeyDictionary
+
+from sakiyomi.decode import Step, propose
+from sakiyomi.engine.acceptance import FADE_SHARED, Acceptance, Rates
+from sakiyomi.engine.costs import DraftCosts, PassCosts
+from sakiyomi.errors import ParameterError
+from sakiyomi.plan.speedup import count_worthwhile, survivals
+from sakiyomi.tree import ROOT, SAMPLED, Draft, merge_drafts
+from sakiyomi.types import Drafter, ModelInfo, Sequence
+
+BudgetName = Literal["auto", "adaptive", "fixed"]
+MAX_DRAFT_NODES = 64
+"""What a request without a wish of its own allows a drafter; drafters have smaller defaults."""
+
+MAX_ASKED = 16
+"""Nodes that a source with a price is asked for at most."""
+
+FIRST_ASKED = 4
+"""Nodes that a source is asked for while its price is unknown."""
+
+FREE_SHARE = 0.02
+"""A source below this share of a plain step is always asked."""
+
+EXPLORED_SHARE = 0.01
+"""The share of the time that trying a source that is off may take, within the two bounds below."""
+
+MIN_PAUSE, MAX_PAUSE = 8, 64
+"""Steps between two trials of a source that is off; it is noticed within the latter that it turned good."""
+
+NUM_PLAIN, PLAIN_PAUSE = 3, 256
+"""Plain steps of one sequence that are made at first (of several one), and steps behind which there is another.
+
+Without them a run that always drafts would not know what its drafts cost."""
+
+FADE_RATE = 0.97
+"""Of the run's speed: some thirty steps count."""
+
+
+def check_budget(name: str) -> None:
+    """Raise ParameterError unless the name is one of a budget."""
+    if name not in get_args(BudgetName):
+        raise ParameterError(f"budget={name!r} is not allowed; give one of {', '.join(get_args(BudgetName))}.")
+
+
+@dataclass(eq=False)
+class Plan:
+    """What one step drafts, and what must be known to learn from it."""
+
+    drafts: list[Draft]
+    asked: list[_Asked] = field(default_factory=list)
+    context: float = 0.0
+    curve: Seq[float] = ()
+    draft_s: float = 0.0
+
+
+class Budget(Protocol):
+    """Decides how much is drafted and checked."""
+
+    def propose(self, sequences: Seq[Sequence], caps: Seq[int], info: ModelInfo) -> Plan:
+        """The drafts of a step, of at most so many nodes each."""
+        ...
+
+    def record(self, sequences: Seq[Sequence], plan: Plan, steps: Seq[Step], seconds: float) -> None:
+        """What the step did, and how long everything behind the proposal took."""
+        ...
+
+
+class FixedBudget:
+    """Asks the drafter for as much as it is allowed, always."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+
+    def propose(self, sequences: Seq[Sequence], caps: Seq[int], info: ModelInfo) -> Plan:
+        return Plan(propose(self._drafter, sequences, caps, info))
+
+    def record(self, sequences: Seq[Sequence], plan: Plan, steps: Seq[Step], seconds: float) -> None:
+        return None
+
+
+@dataclass(eq=False)
+class _Source:
+    """A drafter that can be asked apart, and what is known of it over all sequences."""
+
+    drafter: Drafter
+    costs: DraftCosts = field(default_factory=DraftCosts)
+    rates: Rates = field(default_factory=lambda: Rates(FADE_SHARED))
+
+
+@dataclass(eq=False)
+class _Outlook:
+    """What is known of one source for one sequence.
+
+    Attributes:
+        last_asked: the sequence's step at which it was asked last.
+        pause: steps until it is tried again, while it is off.
+        is_trial: whether it was asked last although it did not seem to pay.
+    """
+
+    acceptance: Acceptance
+    last_asked: int = -1
+    pause: int = MIN_PAUSE
+    is_trial: bool = False
+
+
+@dataclass(eq=False)
+class _Asked:
+    """A draft that was made: by whom, for which of the step's sequences, and what its nodes are believed with."""
+
+    outlook: _Outlook
+    index: int
+    draft: Draft
+    gains: list[float]
+    kinds: list[int]
+
+
+class AdaptiveBudget:
+    """Makes the speed of the run large; see the top of this file.
+
+    Args:
+        drafter: its `sources` are asked in order, the later ones where the earlier ones leave room.
+        clock: seconds; tests bring their own.
+    """
+
+    def __init__(self, drafter: Drafter, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._sources = [_Source(source) for source in drafter.sources()]
+        self._passes = PassCosts()
+        self._outlooks: WeakKeyDictionary[Sequence, list[_Outlook]] = WeakKeyDictionary()
+        self._num_plain: Counter[int] = Counter()
+        self._since_plain = 0
+        self._tokens = self._steps = 1.0  # of late, in tokens per sequence and in plain steps' time
+
+    # ------------------------------------------------------------------------------------------ before a step
+
+    def propose(self, sequences: Seq[Sequence], caps: Seq[int], info: ModelInfo) -> Plan:
+        plan = Plan([Draft.empty()] * len(sequences))
+        plan.context = sum(sequence.cache.length for sequence in sequences) / len(sequences)
+        plan.curve = curve = self._passes.curve(plan.context, 32 * len(sequences))
+        if not any(caps):
+            return plan
+        started = self._clock()
+        if self._must_be_plain(len(sequences)):
+            return plan
+        for number in range(len(self._sources)):
+            self._ask(number, sequences, caps, info, plan, curve)
+        if plan.asked:
+            self._choose(plan, caps, len(sequences), curve)
+        plan.draft_s = self._clock() - started
+        return plan
+
+    def _must_be_plain(self, num_sequences: int) -> bool:
+        """Whether too little is known of steps without drafts."""
+        needed = NUM_PLAIN if num_sequences == 1 else 1
+        return self._num_plain[num_sequences] < needed or self._since_plain >= PLAIN_PAUSE
+
+    def _rate(self, num_sequences: int, curve: Seq[float]) -> float:
+        """Tokens per second of late, as they would be with today's times."""
+        return self._tokens / self._steps * num_sequences / curve[num_sequences]
+
+    def _ask(
+        self, number: int, sequences: Seq[Sequence], caps: Seq[int], info: ModelInfo, plan: Plan, curve: Seq[float]
+    ) -> None:
+        """Let one source draft for the sequences for which that pays."""
+        source = self._sources[number]
+        wanted = []
+        for index, (sequence, cap) in enumerate(zip(sequences, caps, strict=True)):
+            outlook = self._outlook(sequence, number)
+            count = self._count(source, outlook, sequence, cap, _missing(plan, index), len(sequences), curve)
+            if count > 0:
+                wanted.append((index, outlook, count))
+        if not wanted:
+            return
+        started = self._clock()
+        chosen = [sequences[index] for index, *_ in wanted]
+        drafts = propose(source.drafter, chosen, [count for *_, count in wanted], info)
+        seconds = (self._clock() - started) / len(wanted)
+        for sequence, (index, outlook, count), draft in zip(chosen, wanted, drafts, strict=True):
+            if outlook.last_asked in (-1, sequence.num_steps - 1) or not source.costs.is_known:
+                source.costs.record(count, seconds)  # behind a pause a drafter may have to catch up
+            outlook.last_asked = sequence.num_steps
+            # That a source with a price had nothing to say counts against it.
+            if len(draft) or not self._is_free(source, curve):
+                plan.asked.append(_Asked(outlook, index, draft, *outlook.acceptance.judge(draft)))
+
+    def _count(
+        self,
+        source: _Source,
+        outlook: _Outlook,
+        sequence: Sequence,
+        cap: int,
+        missing: float,
+        num_sequences: int,
+        curve: Seq[float],
+    ) -> int:
+        """For how many nodes to ask a source."""
+        if cap <= 0 or missing <= 0:
+            return 0
+        if not source.costs.is_known:
+            return min(cap, FIRST_ASKED)
+        outlook.is_trial = False
+        if self._is_free(source, curve):
+            return min(cap, MAX_DRAFT_NODES)
+        rate = self._rate(num_sequences, curve)
+        best, best_worth, gain = 0, 0.0, 0.0
+        for count, survival in enumerate(survivals(outlook.acceptance.conditionals(min(cap, MAX_ASKED))), 1):
+            gain += survival * missing
+            verify_s = curve[num_sequences + count] - curve[num_sequences]
+            worth = gain - rate * (source.costs.seconds(count) + verify_s)
+            if worth > best_worth:
+                best, best_worth = count, worth
+        if best > 0:
+            outlook.pause = MIN_PAUSE
+            return best
+        outlook.is_trial = self._is_due(source, outlook, sequence, curve)
+        return int(outlook.is_trial)
+
+    def _is_free(self, source: _Source, curve: Seq[float]) -> bool:
+        return source.costs.is_known and source.costs.least <= FREE_SHARE * curve[1]
+
+    def _is_due(self, source: _Source, outlook: _Outlook, sequence: Sequence, curve: Seq[float]) -> bool:
+        """Whether to try a source that does not seem to pay."""
+        if outlook.pause == 1:  # the trial before this one went well
+            return True
+        fair = source.costs.seconds(1) / (EXPLORED_SHARE * curve[1])
+        return sequence.num_steps - outlook.last_asked >= max(outlook.pause, min(fair, MAX_PAUSE))
+
+    def _choose(self, plan: Plan, caps: Seq[int], num_sequences: int, curve: Seq[float]) -> None:
+        """Keep the nodes that are worth their time."""
+        pools: dict[int, list[_Asked]] = {}
+        num_rows = num_sequences
+        for asked in plan.asked:
+            if asked.draft.drawn in SAMPLED:
+                num_rows += len(asked.draft)
+                plan.drafts[asked.index] = asked.draft
+        for asked in plan.asked:
+            if plan.drafts[asked.index].drawn not in SAMPLED:
+                pools.setdefault(asked.index, []).append(asked)
+        trees = {index: _merge(pool, caps[index]) for index, pool in pools.items()}
+        gains = sorted((gain for _, own in trees.values() for gain in own), reverse=True)
+        if not gains:
+            return
+        if num_rows + len(gains) >= len(curve):
+            curve = self._passes.curve(plan.context, num_rows + len(gains))
+        count = count_worthwhile(gains, curve[num_rows:], self._rate(num_sequences, curve))
+        if count == 0:
+            return
+        least = gains[count - 1]
+        for index, (tree, own) in trees.items():
+            keep = count if len(trees) == 1 else sum(gain >= least for gain in own)
+            plan.drafts[index] = tree.trim(keep, keep)
+
+    # ------------------------------------------------------------------------------------------ behind a step
+
+    def record(self, sequences: Seq[Sequence], plan: Plan, steps: Seq[Step], seconds: float) -> None:
+        num_rows = len(sequences) + sum(step.num_draft for step in steps)
+        self._passes.record(num_rows, plan.context, seconds)
+        is_plain = num_rows == len(sequences)
+        self._num_plain[len(sequences)] += is_plain
+        self._since_plain = 0 if is_plain else self._since_plain + 1
+        for asked in plan.asked:
+            step, outlook = steps[asked.index], asked.outlook
+            depth = outlook.acceptance.learn(asked.draft, asked.kinds, step.tokens, step.num_accepted)
+            if outlook.is_trial:
+                outlook.pause = 1 if depth else min(max(2 * outlook.pause, MIN_PAUSE), MAX_PAUSE)
+        curve = plan.curve
+        spent = curve[num_rows] if num_rows < len(curve) else seconds
+        num_tokens = sum(len(step.tokens) for step in steps)
+        self._tokens = FADE_RATE * self._tokens + num_tokens / len(sequences)
+        self._steps = FADE_RATE * self._steps + (spent + plan.draft_s) / curve[len(sequences)]
+
+    def _outlook(self, sequence: Sequence, number: int) -> _Outlook:
+        outlooks = self._outlooks.get(sequence)
+        if outlooks is None:
+            outlooks = [_Outlook(Acceptance(source.rates)) for source in self._sources]
+            self._outlooks[sequence] = outlooks
+        return outlooks[number]
+
+
+def _missing(plan: Plan, index: int) -> float:
+    """The probability that none of what is drafted so far goes on with the right token."""
+    missing = 1.0
+    for asked in plan.asked:
+        if asked.index == index:
+            if asked.draft.drawn in SAMPLED:
+                return 0.0
+            firsts = zip(asked.gains, asked.draft.parents, strict=True)
+            missing -= sum(gain for gain, parent in firsts if parent == ROOT)
+    return missing
+
+
+def _merge(pool: Seq[_Asked], cap: int) -> tuple[Draft, Seq[float]]:
+    """One tree with the survivals of its nodes, the most probable first."""
+    if len(pool) == 1 and pool[0].gains == sorted(pool[0].gains, reverse=True):
+        return pool[0].draft, pool[0].gains
+    drafts = [
+        Draft(asked.draft.tokens, asked.draft.parents, asked.draft.drawn, confidences=tuple(asked.gains))
+        for asked in pool
+    ]
+    merged = merge_drafts(drafts, cap)
+    return merged, merged.confidences or ()

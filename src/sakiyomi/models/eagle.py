@@ -1,0 +1,226 @@
+"""An EAGLE head at work beside a target: its cache, and the rows that wait for it.
+
+The cache holds one row per position whose successor is known, each made from features of the target. Rows of drafts are
+temporary: rows that keep a head's own guesses in place of the target's features cost a tenth of the accepted length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sakiyomi.cache import KVCache
+from sakiyomi.errors import ParameterError
+from sakiyomi.nets.binding import resolve_taps
+from sakiyomi.nets.eagle3 import EagleConfig, EagleHead
+from sakiyomi.ops.base import Causal, Mask, Ops, Past
+from sakiyomi.types import Array, DrafterContext, Sequence
+
+CHUNK = 256
+"""Rows that may wait before they are fed; bounds what a long prompt holds."""
+
+Ints = npt.NDArray[np.int32]
+
+
+@dataclass
+class HeadMemo:
+    """What a head keeps for one sequence.
+
+    Attributes:
+        waiting: the target's hidden states [rows, A * Ht] of the positions behind the cache, in order.
+        last: of the cache's last row what the language-model head reads and the state to feed back, each [1, H].
+        is_whole: whether no position was missed.
+    """
+
+    cache: KVCache
+    waiting: list[Array] = field(default_factory=list)
+    last: tuple[Array, Array] | None = None
+    is_whole: bool = True
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(len(taps) for taps in self.waiting)
+
+
+class HeadRunner:
+    """Feeds rows to a head.
+
+    Args:
+        max_length: positions of the target's context.
+    """
+
+    def __init__(self, head: EagleHead, max_length: int) -> None:
+        self.head = head
+        self.ops = head.ops
+        self._max_length = max_length
+
+    def new_memo(self) -> HeadMemo:
+        """An empty state."""
+        config = self.head.config
+        cache = KVCache(self.ops, config.num_layers, config.num_kv_heads, config.head_dim, max_length=self._max_length)
+        return HeadMemo(cache)
+
+    def observe(self, memo: HeadMemo, sequence: Sequence, start: int, taps: Array | None) -> None:
+        """Take the hidden states of committed positions from `start` on; each one's successor is known."""
+        expected = memo.cache.length + memo.num_waiting
+        if taps is None or start != expected:
+            memo.is_whole = memo.is_whole and taps is not None and len(taps) == 0
+            return
+        memo.waiting.append(taps)
+        if memo.num_waiting >= CHUNK:
+            self.catch_up([memo], [sequence])
+
+    def rewind(self, memo: HeadMemo, length: int) -> None:
+        """Keep only the rows whose own token, the one behind their position, is among the first `length`."""
+        kept = max(length - 1, 0)
+        excess = memo.cache.length + memo.num_waiting - kept
+        while excess > 0 and memo.waiting:
+            taps = memo.waiting.pop()
+            if len(taps) > excess:
+                memo.waiting.append(taps[: len(taps) - excess])
+            excess -= len(taps)
+        if memo.cache.length > kept:
+            memo.cache.truncate(kept)
+            memo.last = None
+
+    def is_ready(self, memo: HeadMemo, sequence: Sequence) -> bool:
+        """Whether every position in front of the last token has its row or waits for it."""
+        held = memo.cache.length + memo.num_waiting
+        is_known = memo.num_waiting > 0 or memo.last is not None
+        return memo.is_whole and is_known and held == len(sequence.tokens) - 1
+
+    def catch_up(self, memos: Seq[HeadMemo], sequences: Seq[Sequence]) -> None:
+        """Feed all waiting rows."""
+        late = [(memo, sequence) for memo, sequence in zip(memos, sequences, strict=True) if memo.waiting]
+        if late:
+            self._feed([memo for memo, _ in late], [sequence for _, sequence in late], 0)
+
+    def look_ahead(self, memos: Seq[HeadMemo], sequences: Seq[Sequence], num_ahead: int) -> list[Array]:
+        """Feed all waiting rows and behind them placeholder rows, as P-EAGLE drafts; those are dropped again.
+
+        Returns:
+            For each sequence what the language-model head reads at its last row and at the placeholders
+            [1 + num_ahead, H].
+        """
+        return self._feed(memos, sequences, num_ahead)
+
+    def _feed(self, memos: Seq[HeadMemo], sequences: Seq[Sequence], num_ahead: int) -> list[Array]:
+        counts = [memo.num_waiting for memo in memos]
+        if sum(counts) + num_ahead == 0:
+            return [memo.last[0] for memo in memos if memo.last is not None]
+        rows = [_Rows.of(memo, sequence, num_ahead, self.head) for memo, sequence in zip(memos, sequences, strict=True)]
+        bounds = (0, *np.cumsum([len(part.token_ids) for part in rows]).tolist())
+        read, states = self.run(
+            memos,
+            np.concatenate([part.token_ids for part in rows]),
+            join_rows([part.features for part in rows if len(part.token_ids)]),
+            np.concatenate([part.positions for part in rows]),
+            Causal(bounds),
+            bounds,
+        )
+        results = []
+        for memo, first, count, end in zip(memos, bounds, counts, bounds[1:], strict=False):
+            memo.cache.keep(range(count))
+            memo.waiting.clear()
+            if count:
+                memo.last = (read[first + count - 1 : first + count], states[first + count - 1 : first + count])
+            assert memo.last is not None, "a head begins with a row of the target's"
+            results.append(join_rows([memo.last[0], read[first + count : end]]) if num_ahead else memo.last[0])
+        return results
+
+    def run(
+        self, memos: Seq[HeadMemo], token_ids: Ints, features: Array, positions: Ints, mask: Mask, bounds: Seq[int]
+    ) -> tuple[Array, Array]:
+        """Run packed rows behind the caches; they stay pending there."""
+        for memo, first, end in zip(memos, bounds, bounds[1:], strict=False):
+            memo.cache.reserve(end - first)
+        past = Past([memo.cache.slots() for memo in memos])
+        return self.head.forward(token_ids, features, positions, past, mask)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The waiting rows of one sequence, and placeholders behind them."""
+
+    token_ids: Ints
+    positions: Ints
+    features: Array
+
+    @classmethod
+    def of(cls, memo: HeadMemo, sequence: Sequence, num_ahead: int, head: EagleHead) -> _Rows:
+        start, count = memo.cache.length, memo.num_waiting
+        tokens = [*sequence.tokens[start + 1 : start + 1 + count], *[head.config.mask_token_id or 0] * num_ahead]
+        parts = [head.fuse(join_rows(memo.waiting))] if count else []
+        if num_ahead:
+            parts.append(head.placeholders(num_ahead))
+        positions = np.arange(start, start + len(tokens), dtype=np.int32)
+        return cls(np.array(tokens, np.int32), positions, join_rows(parts) if parts else None)
+
+
+@dataclass(frozen=True)
+class Head:
+    """A stored head made ready beside its target.
+
+    Attributes:
+        head: the language-model head [K, H], its own or rows of the target's.
+        ids: int64 [K], the ascending ids that it drafts.
+        vocab_size: V.
+        sharpness: factor on the logits from which greedy choices take their confidences.
+    """
+
+    net: EagleHead
+    head: Any
+    taps: tuple[int, ...]
+    ids: npt.NDArray[np.int64]
+    vocab_size: int
+    sharpness: float
+
+    def logits(self, read: Array) -> npt.NDArray[np.float32]:
+        """[R, K]."""
+        ops: Ops = self.net.ops
+        return ops.to_numpy(ops.logits(read, self.head))
+
+
+def open_head(kinds: tuple[str, ...], path: str | None, context: DrafterContext) -> Head:
+    """The head of one of `kinds` for the target.
+
+    Raises:
+        ParameterError: a target that lends no weights, or none packaged for it.
+        CheckpointError: a file that is damaged or made for another model.
+    """
+    lent, info = context.target.lend(), context.target.info
+    if lent is None or context.open_drafter is None:
+        raise ParameterError(
+            f"the drafter {kinds[0]} needs a target that lends its weights, and {info.name} has none to lend; take a "
+            "drafter that needs no training, such as suffix."
+        )
+    stored = context.open_drafter(kinds, path)
+    ops: Ops = lent.ops
+    own, vocabulary = stored.tensors.get("lm_head.weight"), stored.vocabulary
+    lent_head = lent.head if vocabulary is None or own is not None else ops.select_rows(lent.head, vocabulary)
+    return Head(
+        net=EagleHead.load(EagleConfig.read(stored), stored.tensors, lent),
+        head=lent_head if own is None else ops.weight(own),
+        taps=resolve_taps(stored, info.num_layers),
+        ids=np.arange(info.vocab_size) if vocabulary is None else vocabulary.astype(np.int64),
+        vocab_size=info.vocab_size,
+        sharpness=float(stored.config.get("sharpness", 1.0)),
+    )
+
+
+def join_rows(parts: Seq[Array]) -> Array:
+    """Arrays [rows, N] under one another, numpy's or torch's."""
+    if len(parts) == 1:
+        return parts[0]
+    if isinstance(parts[0], np.ndarray):
+        return np.concatenate(list(parts))
+    joined = parts[0].new_empty((sum(len(part) for part in parts), parts[0].shape[1]))
+    first = 0
+    for part in parts:
+        joined[first : first + len(part)] = part
+        first += len(part)
+    return joined

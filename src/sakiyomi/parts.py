@@ -1,0 +1,94 @@
+"""What drafters that are made of drafters share: each part sees the sequences with its own memo and its own taps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from sakiyomi.tree import Draft, Probes
+from sakiyomi.types import Array, Drafter, Sequence
+
+
+class PartsDrafter(Drafter):
+    """Passes what was committed on to every part. `propose` is left to the derived class."""
+
+    def __init__(self, parts: Seq[Drafter], hidden_size: int) -> None:
+        self.parts = list(parts)
+        self.taps = tuple(sorted({tap for part in self.parts for tap in part.taps}))
+        self.needs_all_taps = any(part.needs_all_taps for part in self.parts)
+        self.reads_prediction = any(part.reads_prediction for part in self.parts)
+        self._hidden_size = hidden_size
+
+    def ask(self, index: int, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+        """The drafts of one part."""
+        with self._lend_memos(index, sequences):
+            return self.parts[index].propose(sequences, budgets)
+
+    def sources(self) -> Seq[Drafter]:
+        return [_Part(self, index) for index in range(len(self.parts))]
+
+    def observe(self, sequence: Sequence, start: int, tokens: Seq[int], taps: Array | None) -> None:
+        for index, part in enumerate(self.parts):
+            with self._lend_memos(index, [sequence]):
+                part.observe(sequence, start, tokens, self._taps_of(part, taps))
+
+    def observe_probes(self, sequence: Sequence, probes: Probes, tokens: Seq[int]) -> None:
+        for index, part in enumerate(self.parts):
+            with self._lend_memos(index, [sequence]):
+                part.observe_probes(sequence, probes, tokens)
+
+    def rewind(self, sequence: Sequence, length: int) -> None:
+        for index, part in enumerate(self.parts):
+            with self._lend_memos(index, [sequence]):
+                part.rewind(sequence, length)
+
+    def forget(self, sequence: Sequence) -> None:
+        for index, part in enumerate(self.parts):
+            with self._lend_memos(index, [sequence]):
+                part.forget(sequence)
+        sequence.memo = None
+
+    @contextmanager
+    def _lend_memos(self, index: int, sequences: Seq[Sequence]) -> Iterator[None]:
+        """Let the sequences carry the memos of one part."""
+        memos = [self._memos(sequence) for sequence in sequences]
+        for sequence, own in zip(sequences, memos, strict=True):
+            sequence.memo = own.parts[index]
+        try:
+            yield
+        finally:
+            for sequence, own in zip(sequences, memos, strict=True):
+                own.parts[index] = sequence.memo
+                sequence.memo = own
+
+    def _memos(self, sequence: Sequence) -> _Memos:
+        if not isinstance(sequence.memo, _Memos):
+            sequence.memo = _Memos([None] * len(self.parts))
+        return sequence.memo
+
+    def _taps_of(self, part: Drafter, taps: Array | None) -> Array | None:
+        """A part's own columns of the taps."""
+        if taps is None or not part.taps or part.taps == self.taps:
+            return taps if part.taps else None
+        size = self._hidden_size
+        starts = [self.taps.index(tap) * size for tap in part.taps]
+        return taps[:, [column for start in starts for column in range(start, start + size)]]
+
+
+@dataclass
+class _Memos:
+    parts: list[Any]
+
+
+class _Part(Drafter):
+    """One part, asked apart from the others."""
+
+    def __init__(self, whole: PartsDrafter, index: int) -> None:
+        self._whole = whole
+        self._index = index
+
+    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+        return self._whole.ask(self._index, sequences, budgets)

@@ -1,0 +1,553 @@
+"""Fitting a drafter's net: closed-form start, AdamW on unrolled steps, measured on documents that are held out.
+
+A run is a function of recipe, seed and data. It may be killed anywhere: its state is one file, replaced as a whole
+every few steps, and a run that goes on from it ends with the same bytes (on one thread, with deterministic torch).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from sakiyomi.checkpoints.drafter import write_drafter
+from sakiyomi.errors import CheckpointError, ParameterError, SakiyomiError
+from sakiyomi.nets.binding import describe_target
+from sakiyomi.nets.mlp import HEAD, TOKEN_IDS, MlpConfig
+from sakiyomi.ops.native import quantize
+from sakiyomi.train.acceptance import (
+    Acceptance,
+    count_choices,
+    fit_sharpness,
+    measure_acceptance,
+    most_frequent,
+)
+from sakiyomi.train.batches import Batch, Ints, plan_epoch, read_batch, split_documents
+from sakiyomi.train.files import replacing
+from sakiyomi.train.heads import CandidateSet, Frozen, Trainee
+from sakiyomi.train.losses import check_mix, head_loss
+from sakiyomi.train.mlp import MlpTrainee, solve_start
+from sakiyomi.train.shards import Shards
+from sakiyomi.types import GROUP_SIZE, DrafterFile, Model
+from sakiyomi.types import Tensor as Stored
+
+Report = Callable[[str, int, int], None]
+"""Told what is going on, and how much of how much is done."""
+
+STATE_FILE, DRAFTER_FILE = "fit.safetensors", "drafter.safetensors"
+LATE_CHOICES = ("patience", "vocabulary", "bits", "head_bits")
+"""Of a recipe, what a state does not depend on."""
+STEP_DECAY = 0.8
+"""Weight of a step of the unrolling against the one before (EAGLE-3)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitConfig:
+    """The recipe of a fit.
+
+    Args:
+        inner_size: width of the inner layer.
+        own_tokens: ids that have trained vectors of their own, which cost a draft next to nothing.
+        passes: how often training sees the data.
+        rows_per_step: rows of a step at least; whole documents are taken.
+        learning_rate: held for `constant_share` of the run after `warmup_steps`, then linear to 3 % of it.
+        weight_decay: on matrices.
+        dropout: share of the inputs of the large matrices that are hidden.
+        clip: largest norm of the gradient.
+        loss: weights of ce, kl, tv and lk.
+        loss_on: "all" rows, or "answers" alone.
+        unroll: for each stage the share of the run at which it begins and the number of steps unrolled.
+        num_frequent, num_random: ids that every step compares laws over, beside the choices of its own rows.
+        num_frequent_late: `num_frequent` in the last fifth.
+        ridge_rows: rows of the closed-form start.
+        held_out: documents that training never sees; a share, or a number above 1.
+        evaluations: how often acceptance is measured.
+        patience: evaluations of the last stage without a better one that end the run; 0 never ends it.
+        vocabulary: ids that are drafted, the target's most frequent choices. It may be changed after training.
+        bits: of the matrices in the drafter file, 16, 8 or 4; may be changed after training, as may `head_bits`.
+        head_bits: of the head's rows in the drafter file, 8 or 4; 0 keeps none there and takes the target's.
+        depth: length of the drafts whose acceptance decides.
+        seed: of everything.
+        checkpoint_s: seconds between saved states.
+    """
+
+    inner_size: int = 512
+    own_tokens: int = 0
+    passes: float = 3.0
+    rows_per_step: int = 1200
+    learning_rate: float = 3e-4
+    constant_share: float = 0.3
+    warmup_steps: int = 20
+    weight_decay: float = 0.05
+    dropout: float = 0.1
+    clip: float = 1.0
+    loss: Mapping[str, float] = field(default_factory=lambda: {"ce": 0.3, "kl": 0.7})
+    loss_on: str = "all"
+    unroll: tuple[tuple[float, int], ...] = ((0.0, 1), (0.35, 2), (0.65, 3))
+    num_frequent: int = 768
+    num_random: int = 256
+    num_frequent_late: int = 2048
+    ridge_rows: int = 150_000
+    held_out: float = 0.03
+    evaluations: int = 12
+    patience: int = 3
+    vocabulary: int = 2048
+    bits: int = 16
+    head_bits: int = 0
+    depth: int = 3
+    seed: int = 0
+    checkpoint_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        check_mix(self.loss)
+        if self.loss_on not in ("all", "answers"):
+            raise ParameterError(f"loss_on={self.loss_on!r} is not allowed; give all or answers.")
+        if not 0 <= self.dropout < 1:
+            raise ParameterError(f"dropout={self.dropout} is not allowed; give a number from 0 to below 1.")
+        for name, allowed in (("bits", (16, 8, 4)), ("head_bits", (8, 4, 0))):
+            if getattr(self, name) not in allowed:
+                raise ParameterError(
+                    f"{name}={getattr(self, name)} is not allowed; give {', '.join(map(str, allowed))}."
+                )
+        for name in ("inner_size", "passes", "rows_per_step", "learning_rate", "held_out", "vocabulary", "depth"):
+            if not getattr(self, name) > 0:
+                raise ParameterError(f"{name}={getattr(self, name)} is not allowed; give a number above 0.")
+
+    @classmethod
+    def read(cls, recipe: Mapping[str, Any]) -> FitConfig:
+        """From a section of a recipe.
+
+        Raises:
+            ParameterError: an unknown key or a value out of range.
+        """
+        known = cls.__dataclass_fields__
+        for key in recipe:
+            if key not in known:
+                raise ParameterError(f"the recipe's fit has no key {key!r}; known are {', '.join(known)}.")
+        options = dict(recipe)
+        if "unroll" in options:
+            options["unroll"] = tuple((float(start), int(steps)) for start, steps in options["unroll"])
+        return cls(**options)
+
+    def num_unrolled(self, progress: float) -> int:
+        """Steps unrolled when a share of the run is done."""
+        return [steps for start, steps in self.unroll if start <= progress][-1]
+
+    def rate(self, step: int, num_steps: int) -> float:
+        """The learning rate of a step."""
+        warm = min(1.0, (step + 1) / max(self.warmup_steps, 1))
+        progress = step / max(num_steps, 1)
+        left = min(1.0, (1 - progress) / max(1 - self.constant_share, 1e-9))
+        return self.learning_rate * warm * max(left, 0.03)
+
+
+@dataclass
+class Progress:
+    """How a run goes; told after each step.
+
+    Attributes:
+        hit: share of rows of the last steps whose next token is the most probable of its candidates.
+    """
+
+    step: int
+    num_steps: int
+    loss: float
+    hit: float
+    rows_per_s: float
+    best: float
+
+
+Tell = Callable[[Progress], None]
+
+
+def fit_mlp(
+    recipe: Mapping[str, Any],
+    shards: Shards,
+    target: Model,
+    folder: Path,
+    report: Report | None = None,
+    tell: Tell | None = None,
+) -> Path:
+    """Train an MLP speculator and write its drafter file.
+
+    Args:
+        recipe: fields of `FitConfig`.
+        shards: documents whose last tap is the target's last state before the final norm.
+        folder: where the state lies and the drafter file comes.
+        report: told about long phases.
+        tell: told about each step.
+
+    Returns:
+        The drafter file.
+
+    Raises:
+        ParameterError: a wrong recipe, a target without weights to lend, or shards without the last tap.
+        CheckpointError: a state in the folder that belongs to another run.
+        SakiyomiError: the loss is no number any more; the last good state stays.
+    """
+    config = FitConfig.read(recipe)
+    frozen = _freeze(target, shards)
+    net = MlpConfig(
+        hidden_size=frozen.info.hidden_size,
+        inner_size=config.inner_size,
+        num_taps=len(shards.taps),
+        num_tokens=min(config.own_tokens, frozen.info.vocab_size),
+        eps=frozen.eps,
+    )
+
+    def start(batches: list[Batch]) -> dict[str, Tensor]:
+        seen = np.concatenate([batch.tokens for batch in batches])
+        own = most_frequent(np.bincount(seen, minlength=frozen.info.vocab_size), net.num_tokens)
+        return solve_start(net, frozen, iter(batches), own, config.seed)
+
+    run = Fit(config, frozen, shards, folder, lambda tensors: MlpTrainee(net, frozen, tensors), start, report, tell)
+    run.train()
+    return run.export(describe_target(target.info, target.lend()))  # type: ignore[arg-type]  # _freeze checked it
+
+
+def _freeze(target: Model, shards: Shards) -> Frozen:
+    lent = target.lend()
+    if lent is None:
+        raise ParameterError(f"{target.info.name} lends no weights, so that no drafter can be trained for it.")
+    if not shards.taps or shards.taps[-1] != target.info.num_layers or shards.hidden_size != target.info.hidden_size:
+        raise ParameterError(
+            f"the shards hold taps {shards.taps} of width {shards.hidden_size}; training needs those of "
+            f"{target.info.name}, the last one tap {target.info.num_layers}: capture again."
+        )
+    return Frozen.of(target.info, lent)
+
+
+class Fit:
+    """A run over some documents.
+
+    Args:
+        build: makes the net from its tensors.
+        start: solves for the tensors that it begins with.
+    """
+
+    def __init__(
+        self,
+        config: FitConfig,
+        frozen: Frozen,
+        shards: Shards,
+        folder: Path,
+        build: Callable[[Mapping[str, Tensor]], Trainee],
+        start: Callable[[list[Batch]], dict[str, Tensor]],
+        report: Report | None,
+        tell: Tell | None,
+    ) -> None:
+        self.config = config
+        self.frozen = frozen
+        self.shards = shards
+        self.folder = folder
+        self._build = build
+        self._solve = start
+        self._report = report or (lambda what, done, total: None)
+        self._tell = tell or (lambda progress: None)
+        wanted = config.held_out if config.held_out > 1 else max(1.0, config.held_out * len(shards))
+        if len(shards) < 2:
+            raise ParameterError(f"{len(shards)} documents are too few to train on; generate more.")
+        self.members, self.held_out = split_documents(len(shards), min(int(wanted), len(shards) - 1), config.seed)
+        counts = count_choices(shards, self.members, frozen.info.vocab_size)
+        self.frequent = np.argsort(-counts, kind="stable")
+        self.vocabulary = most_frequent(counts, min(config.vocabulary, frozen.info.vocab_size))
+        self.plans = self._plan()
+        self.state = self._load() or self._start()
+        self.trainee = self.state.trainee
+        self._last_saved = time.monotonic()
+
+    # ---- training
+
+    def train(self) -> None:
+        """Train to the end of the run, or to where measured acceptance rises no more."""
+        every = max(1, len(self.plans) // self.config.evaluations)
+        while self.state.step < len(self.plans) and not self._is_flat():
+            self._train_step(self.plans[self.state.step])
+            self.state.step += 1
+            if self.state.step % every == 0 or self.state.step == len(self.plans):
+                self._evaluate(self.state.step)
+            if time.monotonic() - self._last_saved > self.config.checkpoint_s:
+                self._save()
+        self._save()
+
+    def _train_step(self, members: Sequence[int]) -> None:
+        config, state, started = self.config, self.state, time.perf_counter()
+        rng = np.random.default_rng((config.seed, state.step, 7))
+        generator = torch.Generator().manual_seed(config.seed * 1_000_003 + state.step)
+        batch = read_batch(self.shards, members, config.loss_on == "answers")
+        progress = state.step / len(self.plans)
+        num_frequent = config.num_frequent if progress < 0.8 else config.num_frequent_late
+        candidates = CandidateSet.draw(
+            batch.argmax, self.frequent[:num_frequent], config.num_random, self.frozen.info.vocab_size, rng
+        )
+        head = self.frozen.head[candidates.ids]
+        finals = self.frozen.final(batch.taps[:, -self.frozen.info.hidden_size :])
+        teacher = candidates.teacher(finals, head, batch.argmax)
+
+        def hide(x: Tensor) -> Tensor:
+            kept = torch.rand(x.shape, generator=generator) >= config.dropout
+            return x * kept / (1 - config.dropout)
+
+        total, num_rows, hits = torch.zeros(()), 0, 0.0
+        unrolled = (
+            self.trainee.unroll(batch, config.num_unrolled(progress), hide)
+            if config.dropout
+            else (self.trainee.unroll(batch, config.num_unrolled(progress)))
+        )
+        for step, (rows, features) in enumerate(unrolled):
+            goals = rows + 1 + step
+            counted = torch.from_numpy(_counted(batch, goals)).float()
+            part = teacher.rows(goals)
+            loss = head_loss(features, head, part, config.loss, counted / counted.sum().clamp(min=1))
+            total = total + STEP_DECAY**step * loss
+            num_rows += len(rows)
+            if step == 0:
+                hits = self._hit_rate(features, head, part)
+        value = float(total.detach())
+        if not math.isfinite(value):
+            raise SakiyomiError(
+                f"the loss is {value} at step {state.step}; the last good state stays in "
+                f"{self.folder / STATE_FILE}. Remove it and train with a learning_rate below {config.learning_rate:g}."
+            )
+        self._descend(total)
+        state.loss = 0.95 * state.loss + 0.05 * value if state.step else value
+        state.hit = 0.95 * state.hit + 0.05 * hits if state.step else hits
+        state.rows += num_rows
+        rate = num_rows / (time.perf_counter() - started)
+        self._say(Progress(state.step + 1, len(self.plans), state.loss, state.hit, rate, state.best_length))
+
+    def _say(self, progress: Progress) -> None:
+        told = f"fitting: loss {progress.loss:.3f}, hit {progress.hit:.3f}, {progress.rows_per_s:.0f} rows/s"
+        self._report(f"{told}, best length {progress.best:.3f}", progress.step, progress.num_steps)
+        self._tell(progress)
+
+    def _descend(self, loss: Tensor) -> None:
+        config, optimizer = self.config, self.state.optimizer
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.trainee.parameters.values(), config.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = config.rate(self.state.step, len(self.plans))
+        optimizer.step()
+
+    def _hit_rate(self, features: Tensor, head: Tensor, teacher: Any) -> float:
+        """Of a sample of the rows."""
+        with torch.no_grad():
+            every = max(1, len(features) // 128)
+            return float(((features[::every] @ head.T).argmax(-1) == teacher.labels[::every]).float().mean())
+
+    # ---- measuring
+
+    def measure(self, vocabulary: Ints | None = None, depth: int | None = None) -> Acceptance:
+        """Greedy acceptance of the net on the held-out documents."""
+        ids = self.vocabulary if vocabulary is None else vocabulary
+        return measure_acceptance(
+            self.trainee, self.frozen, self.shards, self.held_out, ids, depth or self.config.depth
+        )
+
+    def _evaluate(self, step: int) -> None:
+        self._report(f"measuring acceptance at step {step}", step, len(self.plans))
+        found = self.measure()
+        state = self.state
+        state.curve.append({"step": step, "rows": state.rows, "loss": state.loss, **found.as_dict()})
+        if found.lengths[-1] > state.best_length:
+            state.best_length, state.best_step = found.lengths[-1], step
+            state.best = {name: value.detach().clone() for name, value in self.trainee.parameters.items()}
+
+    def _is_flat(self) -> bool:
+        """Whether the last stage has had its evaluations without a better one."""
+        config = self.config
+        last_stage = config.unroll[-1][0] * len(self.plans)
+        late = [point for point in self.state.curve if point["step"] > max(self.state.best_step, last_stage)]
+        return config.patience > 0 and len(late) >= config.patience
+
+    # ---- the drafter file
+
+    def export(self, target: Mapping[str, Any]) -> Path:
+        """Write the drafter of the best parameters."""
+        for name, value in self.state.best.items():
+            self.trainee.parameters[name].data.copy_(value)
+        config, tensors = self.trainee.export()
+        sharpness = fit_sharpness(self.trainee, self.frozen, self.shards, self.held_out, self.vocabulary)
+        found = self.measure()
+        path = self.folder / DRAFTER_FILE
+        with replacing(path) as working:
+            write_drafter(
+                working,
+                DrafterFile(
+                    kind=self.trainee.kind,
+                    config={**config, "sharpness": sharpness},
+                    taps=self.shards.taps,
+                    target=target,
+                    tensors=self._stored(tensors),
+                    vocabulary=self.vocabulary.astype(np.int32),
+                    recipe={**_plain(self.config), "documents": len(self.members), "rows": self.state.rows},
+                    measured={
+                        "held_out": found.as_dict(),
+                        "curve": self.state.curve,
+                        "best_step": self.state.best_step,
+                    },
+                ),
+            )
+        return path
+
+    def _stored(self, tensors: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, Stored]:
+        """The tensors of the drafter file in its precision."""
+        config = self.config
+        stored: dict[str, Stored] = {
+            name: _round(value, config.bits) if value.ndim > 1 else value for name, value in tensors.items()
+        }
+        if config.head_bits:
+            rows = self.frozen.head[torch.from_numpy(self.vocabulary)].numpy()
+            stored[HEAD] = _round(rows, config.head_bits)
+        if TOKEN_IDS in self.state.fixed:
+            stored[TOKEN_IDS] = self.state.fixed[TOKEN_IDS].numpy()
+        return stored
+
+    # ---- the state
+
+    def _plan(self) -> list[list[int]]:
+        """The documents of each step of the run."""
+        plans: list[list[int]] = []
+        for epoch in range(math.ceil(self.config.passes)):
+            plans += plan_epoch(self.shards.lengths, self.members, self.config.rows_per_step, self.config.seed, epoch)
+        share = self.config.passes / math.ceil(self.config.passes)
+        return plans[: max(1, round(share * len(plans)))]
+
+    def _start(self) -> _State:
+        self._report("solving for the closed-form start", 0, 1)
+        batches, num_rows = [], 0
+        for members in self.plans:
+            if num_rows >= self.config.ridge_rows:
+                break
+            batches.append(read_batch(self.shards, members))
+            num_rows += len(batches[-1].tokens)
+        tensors = self._solve(batches)
+        state = _State(self._build(tensors), tensors, self.config)
+        self.trainee, self.state = state.trainee, state
+        self._evaluate(0)
+        self._save()
+        return state
+
+    def _identity(self) -> dict[str, Any]:
+        """What a state must have been made with to go on from it."""
+        return {
+            "recipe": {k: v for k, v in _plain(self.config).items() if k not in LATE_CHOICES},
+            "documents": [len(self.shards), int(self.shards.lengths.sum())],
+            "taps": list(self.shards.taps),
+        }
+
+    def _save(self) -> None:
+        state, path = self.state, self.folder / STATE_FILE
+        told = {**state.as_dict(), "identity": self._identity()}
+        with replacing(path) as working:
+            working.write_bytes(save(state.tensors(), {"sakiyomi": json.dumps(told)}))
+        self._last_saved = time.monotonic()
+
+    def _load(self) -> _State | None:
+        path = self.folder / STATE_FILE
+        if not path.is_file():
+            return None
+        try:
+            with safe_open(path, "pt") as file:
+                told = json.loads(file.metadata()["sakiyomi"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path} is damaged; remove it to train from the start.") from error
+        if told["identity"] != json.loads(json.dumps(self._identity())):
+            raise CheckpointError(
+                f"{path} belongs to a run with another recipe or other data; remove it to train from the start."
+            )
+        return _State.resume(told, tensors, self._build, self.config)
+
+
+class _State:
+    """All that a run needs to go on: parameters, the optimiser's sums, counts, and the best so far."""
+
+    def __init__(self, trainee: Trainee, first: Mapping[str, Tensor], config: FitConfig) -> None:
+        self.trainee = trainee
+        self.fixed = {k: v for k, v in first.items() if k not in trainee.parameters}
+        self.step = self.rows = self.best_step = 0
+        self.loss = self.hit = self.best_length = 0.0
+        self.curve: list[dict[str, Any]] = []
+        self.best: dict[str, Tensor] = {}
+        self.optimizer = _make_optimizer(trainee.parameters, config)
+
+    def as_dict(self) -> dict[str, Any]:
+        names = ("step", "rows", "best_step", "loss", "hit", "best_length", "curve")
+        return {name: getattr(self, name) for name in names}
+
+    def tensors(self) -> dict[str, Tensor]:
+        tensors = {f"fixed.{name}": value for name, value in self.fixed.items()}
+        for name, value in self.trainee.parameters.items():
+            tensors[f"now.{name}"] = value.detach()
+            for key, sums in self.optimizer.state.get(value, {}).items():
+                tensors[f"adam.{key}.{name}"] = sums
+        tensors |= {f"best.{name}": value for name, value in self.best.items()}
+        return {name: value.contiguous() for name, value in tensors.items()}
+
+    @classmethod
+    def resume(
+        cls,
+        told: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+        build: Callable[[Mapping[str, Tensor]], Trainee],
+        config: FitConfig,
+    ) -> _State:
+        first = _under("fixed.", tensors) | _under("now.", tensors)
+        state = cls(build(first), first, config)
+        for name in state.as_dict():
+            setattr(state, name, told[name])
+        state.best = _under("best.", tensors)
+        for name, value in state.trainee.parameters.items():
+            sums = {
+                key: tensors[f"adam.{key}.{name}"]
+                for key in ("step", "exp_avg", "exp_avg_sq")
+                if f"adam.{key}.{name}" in tensors
+            }
+            if sums:
+                state.optimizer.state[value] = sums
+        return state
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _make_optimizer(parameters: Mapping[str, Tensor], config: FitConfig) -> torch.optim.Optimizer:
+    """AdamW; vectors do not decay."""
+    matrices = [value for value in parameters.values() if value.ndim > 1]
+    vectors = [value for value in parameters.values() if value.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95))
+
+
+def _counted(batch: Batch, goals: Ints) -> Any:
+    """Whether predicting what follows each row counts: by the token that is predicted, where it is known."""
+    following = np.minimum(goals + 1, len(batch.counts) - 1)
+    is_known = goals + 1 <= batch.last[goals]
+    return np.where(is_known, batch.counts[following], batch.counts[goals])
+
+
+def _round(matrix: npt.NDArray[np.float32], bits: int) -> Stored:
+    if bits == 16 or matrix.shape[1] % GROUP_SIZE:
+        return matrix.astype(np.float16)
+    return quantize(matrix, bits)
+
+
+def _plain(config: FitConfig) -> dict[str, Any]:
+    """The recipe as JSON takes it, without what has no influence on the result."""
+    fields = {name: dict(value) if isinstance(value, Mapping) else value for name, value in asdict(config).items()}
+    del fields["checkpoint_s"]
+    return fields

@@ -1,0 +1,235 @@
+// Compares the NEON routines with the portable ones bit by bit: on 64-bit Arm both round alike. `make check-neon` compiles
+// this for that processor and runs it there or in an emulator.
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "kernels.hpp"
+
+namespace {
+
+using namespace sakiyomi;
+
+int num_checks = 0, num_failures = 0;
+
+// xorshift64* (Vigna, 2016): the same numbers everywhere.
+std::uint64_t random_bits() {
+    static std::uint64_t state = 0x9e3779b97f4a7c15u;
+    state ^= state >> 12;
+    state ^= state << 25;
+    state ^= state >> 27;
+    return state * 0x2545f4914f6cdd1du;
+}
+float random_float(float size) {
+    return size * (static_cast<float>(random_bits() >> 40) * 0x1p-23f - 1.0f);
+}
+std::vector<float> random_floats(std::int64_t count, float size = 3.0f) {
+    std::vector<float> x(static_cast<std::size_t>(count));
+    for (float& value : x) value = random_float(size);
+    return x;
+}
+
+template <class T>
+void expect_same(const std::string& what, const std::vector<T>& portable, const std::vector<T>& neon) {
+    ++num_checks;
+    if (portable.size() == neon.size() && std::memcmp(portable.data(), neon.data(), portable.size() * sizeof(T)) == 0) return;
+    std::size_t at = 0;
+    while (at < portable.size() && std::memcmp(&portable[at], &neon[at], sizeof(T)) == 0) ++at;
+    std::printf("DIFFERENT %s, first at %zu of %zu: %.9g and %.9g\n", what.c_str(), at, portable.size(),
+                static_cast<double>(portable[at]), static_cast<double>(neon[at]));
+    ++num_failures;
+}
+
+// `run` fills an array of `count` elements; it starts as the same marks for both.
+template <class T>
+void compare(const std::string& what, std::int64_t count, const std::function<void(const Kernels&, T*)>& run) {
+    std::vector<T> results[2] = {std::vector<T>(static_cast<std::size_t>(count), T(7)), {}};
+    results[1] = results[0];
+    run(kPortableKernels, results[0].data());
+    run(kNeonKernels, results[1].data());
+    expect_same(what, results[0], results[1]);
+}
+
+std::string name_of(const char* what, std::initializer_list<std::int64_t> sizes) {
+    std::string name = what;
+    for (const std::int64_t size : sizes) name += " " + std::to_string(size);
+    return name;
+}
+
+// ---------------------------------------------------------------------------------------------- products
+
+std::uint16_t half_bits(float x) {
+    std::uint16_t half;
+    kPortableKernels.to_half(&x, 1, &half);
+    return half;
+}
+
+std::vector<std::uint8_t> random_weights(Storage storage, std::int64_t num_blocks, std::int64_t num_groups, bool is_extreme) {
+    std::vector<std::uint8_t> weights(static_cast<std::size_t>(num_blocks * num_groups * group_bytes(storage)));
+    std::uint8_t* at = weights.data();
+    for (std::int64_t group = 0; group < num_blocks * num_groups; ++group) {
+        for (std::int64_t i = 0; i < value_bytes(storage); ++i) *at++ = is_extreme ? 255 : static_cast<std::uint8_t>(random_bits());
+        std::uint16_t halves[2 * kLanes];
+        for (int i = 0; i < kLanes; ++i) halves[i] = half_bits(0.02f + random_float(0.01f));
+        for (int i = kLanes; i < 2 * kLanes; ++i) halves[i] = half_bits(random_float(1.0f));
+        std::memcpy(at, halves, sizeof halves);
+        at += sizeof halves;
+    }
+    return weights;
+}
+
+std::vector<std::uint8_t> quantize_rows(const std::vector<float>& x, std::int64_t num_rows, std::int64_t width) {
+    const std::int64_t num_groups = width / kGroup;
+    std::vector<std::uint8_t> results[2];
+    const Kernels* tables[2] = {&kPortableKernels, &kNeonKernels};
+    for (int i = 0; i < 2; ++i) {
+        results[i].resize(static_cast<std::size_t>(num_groups * input_group_bytes(num_rows)));
+        for (std::int64_t row = 0; row < num_rows; ++row)
+            tables[i]->quantize(x.data() + row * width, num_groups, results[i].data(), row, num_rows);
+    }
+    expect_same(name_of("quantize", {num_rows, width}), results[0], results[1]);
+    return results[0];
+}
+
+void compare_products() {
+    for (const Storage storage : {Storage::kBytes, Storage::kNibbles})
+        for (const std::int64_t width : {32, 96, 576})
+            for (std::int64_t rows = 1; rows <= 19; ++rows)
+                for (const bool is_extreme : {false, true}) {
+                    const std::int64_t outputs = 50, blocks = 4, groups = width / kGroup;
+                    const auto weights = random_weights(storage, blocks, groups, is_extreme);
+                    auto x = random_floats(rows * width);
+                    for (std::size_t i = 0; is_extreme && i < x.size(); ++i) x[i] = i % 5 ? -1.0f : 1.0f;
+                    if (!is_extreme && rows > 2)
+                        for (std::int64_t i = 0; i < kGroup; ++i) x[static_cast<std::size_t>(width + i)] = i % 2 ? 0.0f : 1e-35f;
+                    const auto inputs = quantize_rows(x, rows, width);
+                    const auto bias = random_floats(outputs), residual = random_floats(rows * outputs);
+                    const LinearJob plain{storage, weights.data(), groups * group_bytes(storage), outputs, width, inputs.data(),
+                                          0, rows, rows % 2 ? bias.data() : nullptr, rows % 3 ? residual.data() : nullptr,
+                                          nullptr, outputs};
+                    compare<float>(name_of("quantized product", {value_bytes(storage), width, rows, is_extreme}), rows * outputs,
+                                   [&](const Kernels& kernels, float* out) {
+                                       LinearJob job = plain;
+                                       job.outputs = out;
+                                       kernels.linear_quantized(&job, 0, blocks);
+                                   });
+                }
+    for (const std::int64_t width : {1, 47, 96})
+        for (std::int64_t rows = 1; rows <= 9; ++rows) {
+            const std::int64_t outputs = 50, blocks = 4;
+            const auto weights = random_floats(blocks * kLanes * width), x = random_floats(rows * width);
+            compare<float>(name_of("float product", {width, rows}), rows * outputs, [&](const Kernels& kernels, float* out) {
+                const LinearJob job{Storage::kFloats, reinterpret_cast<const std::uint8_t*>(weights.data()), width * kLanes * 4,
+                                    outputs, width, reinterpret_cast<const std::uint8_t*>(x.data()), width * 4, rows, nullptr,
+                                    nullptr, out, outputs};
+                kernels.linear_dense(&job, 0, blocks);
+            });
+        }
+}
+
+// ---------------------------------------------------------------------------------------------- rows
+
+void compare_rows() {
+    for (const std::int64_t width : {1, 7, 16, 24, 33, 576}) {
+        const auto x = random_floats(2 * width, 40.0f), y = random_floats(2 * width);
+        compare<float>(name_of("rms_norm", {width}), width,
+                       [&](const Kernels& k, float* out) { k.rms_norm(x.data(), y.data(), 1e-5f, width, out); });
+        compare<float>(name_of("rope", {width}), 2 * width, [&](const Kernels& k, float* out) {
+            k.rope(x.data(), y.data(), y.data() + width, width, out);
+        });
+        compare<float>(name_of("add", {width}), width,
+                       [&](const Kernels& k, float* out) { k.add(x.data(), y.data(), width, out); });
+        auto gate = random_floats(width, 120.0f);
+        gate[0] = -0.0f;
+        compare<float>(name_of("silu_mul", {width}), width,
+                       [&](const Kernels& k, float* out) { k.silu_mul(gate.data(), y.data(), width, out); });
+    }
+    for (const std::int64_t width : {1, 5, 16, 17, 1000})
+        for (int trial = 0; trial < 20; ++trial) {
+            auto x = random_floats(width);
+            for (float& value : x) value = std::floor(value);
+            if (trial == 0) x.assign(x.size(), -INFINITY);
+            if (trial > 15) x[random_bits() % x.size()] = NAN;
+            compare<std::int64_t>(name_of("argmax", {width, trial}), 1,
+                                  [&](const Kernels& k, std::int64_t* out) { *out = k.argmax(x.data(), width); });
+        }
+}
+
+void compare_halves() {
+    std::vector<std::uint16_t> halves;
+    for (std::uint32_t bits = 0; bits < 0x10000u; ++bits)
+        if ((bits & 0x7c00u) != 0x7c00u || (bits & 0x3ffu) == 0 || (bits & 0x200u)) halves.push_back(static_cast<std::uint16_t>(bits));
+    const std::int64_t count = static_cast<std::int64_t>(halves.size());
+    compare<float>("from_half", count, [&](const Kernels& k, float* out) { k.from_half(halves.data(), count, out); });
+    std::vector<float> floats;
+    for (std::uint64_t bits = 0; bits < 0x100000000u; bits += 9973) {
+        const std::uint32_t word = static_cast<std::uint32_t>(bits);
+        float value;
+        std::memcpy(&value, &word, sizeof value);
+        if (!std::isnan(value)) floats.push_back(value);
+    }
+    for (const float value : {65504.0f, 65519.99f, 65520.0f, 0x1p-24f, 0x1p-25f, 0x1.8p-24f, -0.0f, INFINITY}) floats.push_back(value);
+    const std::int64_t many = static_cast<std::int64_t>(floats.size());
+    compare<std::uint16_t>("to_half", many, [&](const Kernels& k, std::uint16_t* out) { k.to_half(floats.data(), many, out); });
+}
+
+// ---------------------------------------------------------------------------------------------- attention
+
+void compare_attention(std::int64_t dim, std::int64_t num_heads, std::int64_t num_rows, std::int64_t length, std::int64_t window) {
+    const std::int64_t num_keys = length + num_rows;
+    const auto keys = random_floats(num_keys * dim), values = random_floats(num_keys * dim);
+    const auto queries = random_floats(num_rows * num_heads * dim);
+    std::vector<std::uint16_t> half_keys(keys.size()), half_values(values.size());
+    kPortableKernels.to_half(keys.data(), num_keys * dim, half_keys.data());
+    kPortableKernels.to_half(values.data(), num_keys * dim, half_values.data());
+    // Row r is a chain of its own of r / 2 + 1 drafted rows, itself the last.
+    std::vector<std::vector<std::int32_t>> chains(static_cast<std::size_t>(num_rows));
+    for (std::int32_t r = 0; r < num_rows; ++r)
+        for (std::int32_t i = 0; i <= r / 2; ++i) chains[static_cast<std::size_t>(r)].push_back(i == r / 2 ? r : 2 * i);
+    for (const bool is_half : {true, false})
+        compare<float>(name_of(is_half ? "attend_half" : "attend_float", {dim, num_heads, num_rows, length, window}),
+                       num_rows * num_heads * dim, [&](const Kernels& kernels, float* out) {
+                           const std::int64_t size = part_floats(dim);
+                           std::vector<float> parts(static_cast<std::size_t>(num_rows * num_heads * size)), states(parts.size());
+                           for (std::int64_t i = 0; i < num_rows * num_heads; ++i) states[static_cast<std::size_t>(i * size)] = -INFINITY;
+                           std::vector<AttendRow> rows;
+                           std::int64_t furthest = 0;
+                           for (std::int64_t r = 0; r < num_rows; ++r) {
+                               const auto& chain = chains[static_cast<std::size_t>(r)];
+                               const std::int64_t last = length + static_cast<std::int64_t>(chain.size()) - 1;
+                               furthest = last > furthest ? last : furthest;
+                               rows.push_back({queries.data() + r * num_heads * dim, parts.data() + r * num_heads * size,
+                                               chain.data(), window > 0 && last >= window ? last - window + 1 : 0, last});
+                           }
+                           for (std::int64_t begin = 0; begin <= furthest; begin += kKeyChunk) {
+                               const AttendJob job{rows.data(), num_rows, num_heads, dim,
+                                                   is_half ? static_cast<const void*>(half_keys.data()) : keys.data(),
+                                                   is_half ? static_cast<const void*>(half_values.data()) : values.data(), dim,
+                                                   length, begin, 1.0f / std::sqrt(static_cast<float>(dim))};
+                               (is_half ? kernels.attend_half : kernels.attend_float)(&job);
+                               for (std::int64_t i = 0; i < num_rows * num_heads; ++i)
+                                   kernels.join_part(parts.data() + i * size, dim, states.data() + i * size);
+                           }
+                           for (std::int64_t i = 0; i < num_rows * num_heads; ++i)
+                               kernels.finish_attention(states.data() + i * size, dim, out + i * dim);
+                       });
+}
+
+}  // namespace
+
+int main() {
+    compare_products();
+    compare_rows();
+    compare_halves();
+    for (const std::int64_t dim : {20, 64, 80, 128})
+        for (std::int64_t heads = 1; heads <= 4; ++heads)
+            for (const std::int64_t rows : {1, 3, 8})
+                for (const std::int64_t length : {0, 31, 70, 130})
+                    for (const std::int64_t window : {0, 9}) compare_attention(dim, heads, rows, length, window);
+    std::printf("%d passed, %d failed\n", num_checks - num_failures, num_failures);
+    return num_failures == 0 ? 0 : 1;
+}
