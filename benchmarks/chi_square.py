@@ -42,11 +42,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from identity import OWN_PROMPTS  # a script beside this one
 
 NUM_TOKENS, NUM_BINS = 3, 4
-NUM_ANSWERED = 3
 REJECTED = 0.001
 Tokens = tuple[int, ...]
 Ids, Float64s = npt.NDArray[np.int64], npt.NDArray[np.float64]
-SETTINGS = ((1.0, 1.0), (0.7, 0.9))  # temperature, top_p
+SETTINGS = ((1.0, 1.0, 3), (0.7, 0.9, 1))  # temperature, top_p, tokens of the answer in front
 RULES = {"rejection": 1, "block": 1, "tree": 2, "traversal": 2}  # name -> width of the drafts
 
 
@@ -66,10 +65,10 @@ class Flattened(Verifier):
         return self.inner.verify(draft, output, sequence)
 
 
-def make_context(llm: LLM) -> list[int]:
-    """A place where the target hesitates between few tokens: a new row is a pass, and tail tokens need one each."""
+def make_context(llm: LLM, num_answered: int) -> list[int]:
+    """A place in an answer where the target hesitates between few tokens: each other text costs a pass."""
     prompt = llm.render([{"role": "user", "content": OWN_PROMPTS[2]}])
-    answer = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=NUM_ANSWERED), use_tqdm=False)[0]
+    answer = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=num_answered), use_tqdm=False)[0]
     return [*answer.prompt_token_ids, *answer.outputs[0].token_ids]
 
 
@@ -94,9 +93,8 @@ class Uniforms:
         self._context = list(context)
         self._params = params
 
-    def cells(self, draws: Seq[Tokens]) -> npt.NDArray[np.int64]:
-        """The cell of each draw. Draws that begin alike are looked at together, so that each law is made once."""
-        shares = np.random.default_rng(0).random((len(draws), NUM_TOKENS))
+    def cells(self, draws: Seq[Tokens], shares: Float64s) -> npt.NDArray[np.int64]:
+        """The cell of each draw; `shares` [N, NUM_TOKENS] in [0, 1). Draws that begin alike are looked at together."""
         cells = np.zeros(len(draws), np.int64)
         for i in range(NUM_TOKENS):
             beginnings: dict[Tokens, list[int]] = defaultdict(list)
@@ -135,14 +133,18 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--draws", type=int, default=20000)
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[setting[0] for setting in SETTINGS])
+    parser.add_argument("--seed", type=int, default=0, help="of the random shares; the draws have seeds 0, 1, ...")
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
     args = parser.parse_args()
     loaded = load_model(args.model, ModelOptions(threads=args.threads))
-    context = make_context(LLM.from_loaded(loaded))
     target = MemoModel(loaded.model)
     drafting = MemoModel(loaded.model.shallow(args.layers))
-    results, is_good = [], True
-    for temperature, top_p in SETTINGS:
+    results, is_good, rng = [], True, np.random.default_rng(args.seed)
+    for temperature, top_p, num_answered in SETTINGS:
+        if temperature not in args.temperatures:
+            continue
+        context = make_context(LLM.from_loaded(loaded), num_answered)
         params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=None, ignore_eos=True)
         uniforms = Uniforms(target, drafting, context, params)
         rules: dict[str, Callable[[], Verifier]] = {name: lambda name=name: make_verifier(name) for name in args.rules}
@@ -153,8 +155,8 @@ def main() -> int:
             )
             drafter = ModelDrafter(config, DrafterContext(target, lambda _: drafting))
             started = time.perf_counter()
-            tokens = draw(target, drafter, make_rule(), context, params, args.draws)
-            statistic, chance = test(uniforms.cells(list(tokens)))
+            tokens = list(draw(target, drafter, make_rule(), context, params, args.draws))
+            statistic, chance = test(uniforms.cells(tokens, rng.random((args.draws, NUM_TOKENS))))
             seconds = round(time.perf_counter() - started, 1)
             is_rejected = chance < REJECTED
             is_good &= is_rejected == (name == "control")
