@@ -21,7 +21,6 @@ RUN_ELSEWHERE = {
     "pip install": "tests/test_packaging.py builds and installs the package",
 }
 QUICK = {
-    "benchmarks/speed.py": "--per-group 1 --groups qa --tokens 4 --rounds 1",
     "sakiyomi prove": "--temperature 1 --tokens 8",
     "sakiyomi bench": "--per-group 1 --group qa --tokens 4 --rounds 1",
 }
