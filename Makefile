@@ -67,7 +67,7 @@ SANITIZED := build/sanitize/package
 WITHOUT_EDITABLE := import sys; sys.meta_path = [f for f in sys.meta_path if "ScikitBuild" not in type(f).__name__]; \
 	import sakiyomi, pytest; assert "sanitize" in sakiyomi.__file__; sys.exit(pytest.main(sys.argv[1:]))
 sanitize: setup
-	$(BIN)/cmake -S . -B build/sanitize/cmake -G Ninja -DCMAKE_MAKE_PROGRAM="$$($(BIN)/python -c 'import shutil; print(shutil.which("ninja", path="$(BIN):" + __import__("os").environ["PATH"]))')" \
+	$(BIN)/cmake -S . -B build/sanitize/cmake -G Ninja -DCMAKE_MAKE_PROGRAM="$$($(BIN)/python -c 'import shutil; print(shutil.which("ninja", path="$(abspath $(BIN)):" + __import__("os").environ["PATH"]))')" \
 		-DCMAKE_BUILD_TYPE=RelWithDebInfo -DSAKIYOMI_SANITIZE=ON -DPython_EXECUTABLE="$(abspath $(BIN)/python)"
 	$(BIN)/cmake --build build/sanitize/cmake
 	@rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && cp -r src/sakiyomi $(SANITIZED)/ && rm -f $(SANITIZED)/sakiyomi/_native*
