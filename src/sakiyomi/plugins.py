@@ -97,6 +97,22 @@ def check_bounds(name: str, value: int, lowest: int, highest: int) -> None:
         raise ParameterError(f"{name}={value} is not allowed; give {lowest} to {highest}.")
 
 
+def check_growth(config: Any) -> None:
+    """Refuse what a Config says wrongly of the drafts to grow; options that it lacks or leaves None pass.
+
+    Raises:
+        ParameterError: for num_speculative_tokens, width, max_nodes, min_confidence or draw.
+    """
+    for name in ("num_speculative_tokens", "width", "max_nodes"):
+        value = getattr(config, name, None)
+        if value is not None:
+            check_bounds(name, value, 1, MAX_DRAFT_TOKENS)
+    if not 0 <= getattr(config, "min_confidence", 0) < 1:
+        raise ParameterError(f"min_confidence={config.min_confidence}; give a number from 0 to below 1.")
+    if config.draw not in ("auto", "coupled", "independent", "argmax"):
+        raise ParameterError(f"draw={config.draw!r} is not allowed; give auto, coupled, independent or argmax.")
+
+
 def _convert(what: str, hint: Any, value: Any) -> Any:
     """`value` as the type `hint`; texts are read, everything else is checked."""
     origin = get_origin(hint)

@@ -18,7 +18,7 @@ from typing import Literal
 
 from sakiyomi.errors import ParameterError
 from sakiyomi.noise import Randomness
-from sakiyomi.plugins import MAX_DRAFT_TOKENS, check_bounds
+from sakiyomi.plugins import check_bounds, check_growth
 from sakiyomi.sampling.distributions import KeyedRandomness
 from sakiyomi.sampling.growth import Growth
 from sakiyomi.tree import ROOT, Computed, Draft
@@ -53,14 +53,10 @@ class LayerskipDrafter(Drafter):
         draw: Literal["auto", "coupled", "independent", "argmax"] = "auto"
 
         def __post_init__(self) -> None:
-            for name in ("num_speculative_tokens", "width", "max_nodes"):
-                if getattr(self, name) is not None:
-                    check_bounds(name, getattr(self, name), 1, MAX_DRAFT_TOKENS)
+            check_growth(self)
             if self.exit_layer is not None:
                 check_bounds("exit_layer", self.exit_layer, 1, MAX_LAYER)
             parse_layers(self.skip)
-            if self.draw not in ("auto", "coupled", "independent", "argmax"):
-                raise ParameterError(f"draw={self.draw!r} is not allowed; give auto, coupled, independent or argmax.")
 
     def __init__(self, config: Config | None, context: DrafterContext, randomness: Randomness | None = None) -> None:
         self.config = config = config or self.Config()

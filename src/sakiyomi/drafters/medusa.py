@@ -15,9 +15,10 @@ from typing import Literal
 import numpy as np
 
 from sakiyomi.errors import ParameterError
+from sakiyomi.models.eagle import join_rows
 from sakiyomi.nets.medusa import MedusaConfig, MedusaHeads
 from sakiyomi.noise import Randomness
-from sakiyomi.plugins import MAX_DRAFT_TOKENS, check_bounds
+from sakiyomi.plugins import check_growth
 from sakiyomi.sampling.distributions import KeyedRandomness
 from sakiyomi.sampling.growth import Growth, SubsetCandidates
 from sakiyomi.tree import Draft
@@ -56,12 +57,7 @@ class MedusaDrafter(Drafter):
         draw: Literal["auto", "coupled", "independent", "argmax"] = "auto"
 
         def __post_init__(self) -> None:
-            for name in ("num_speculative_tokens", "width", "max_nodes"):
-                check_bounds(name, getattr(self, name), 1, MAX_DRAFT_TOKENS)
-            if not 0 <= self.min_confidence < 1:
-                raise ParameterError(f"min_confidence={self.min_confidence}; give a number from 0 to below 1.")
-            if self.draw not in ("auto", "coupled", "independent", "argmax"):
-                raise ParameterError(f"draw={self.draw!r} is not allowed; give auto, coupled, independent or argmax.")
+            check_growth(self)
             if self.tree not in ("dynamic", "static"):
                 raise ParameterError(f"tree={self.tree!r} is not allowed; give dynamic or static.")
 
@@ -92,7 +88,7 @@ class MedusaDrafter(Drafter):
         active = [growth for growth in growths if growth.frontier]
         if active:
             depth = max(growth.max_depth for growth in active)
-            states = _join([growth.sequence.memo.state for growth in active])
+            states = join_rows([growth.sequence.memo.state for growth in active])
             ops = self.net.ops
             logits = [ops.to_numpy(part) for part in self.net.logits(self.net.features(states, depth))]
             for row, growth in enumerate(active):
@@ -170,14 +166,3 @@ def _unknown_rates(num_heads: int) -> list[list[float]]:
     return [
         [UNKNOWN_RATE * DEPTH_DECAY**head * RANK_DECAY**rank for rank in range(NUM_RANKS)] for head in range(num_heads)
     ]
-
-
-def _join(rows: Seq[Array]) -> Array:
-    if len(rows) == 1:
-        return rows[0]
-    if isinstance(rows[0], np.ndarray):
-        return np.concatenate(list(rows))
-    joined = rows[0].new_empty((len(rows), rows[0].shape[1]))
-    for index, row in enumerate(rows):
-        joined[index] = row[0]
-    return joined

@@ -17,10 +17,11 @@ import numpy.typing as npt
 
 from sakiyomi.checkpoints.drafter import find_packaged, read_drafter
 from sakiyomi.errors import CheckpointError, ParameterError
+from sakiyomi.models.eagle import join_rows
 from sakiyomi.nets.binding import find_mismatch
 from sakiyomi.nets.mlp import HEAD, MlpConfig, MlpSpeculator
 from sakiyomi.noise import Randomness
-from sakiyomi.plugins import MAX_DRAFT_TOKENS, check_bounds
+from sakiyomi.plugins import check_growth
 from sakiyomi.sampling.distributions import KeyedRandomness
 from sakiyomi.sampling.growth import Growth, SubsetCandidates
 from sakiyomi.tree import Draft
@@ -53,12 +54,7 @@ class MlpDrafter(Drafter):
         draw: Literal["auto", "coupled", "independent", "argmax"] = "auto"
 
         def __post_init__(self) -> None:
-            for name in ("num_speculative_tokens", "width", "max_nodes"):
-                check_bounds(name, getattr(self, name), 1, MAX_DRAFT_TOKENS)
-            if not 0 <= self.min_confidence < 1:
-                raise ParameterError(f"min_confidence={self.min_confidence}; give a number from 0 to below 1.")
-            if self.draw not in ("auto", "coupled", "independent", "argmax"):
-                raise ParameterError(f"draw={self.draw!r} is not allowed; give auto, coupled, independent or argmax.")
+            check_growth(self)
 
     def __init__(self, config: Config, context: DrafterContext, randomness: Randomness | None = None) -> None:
         self.config = config
@@ -108,7 +104,7 @@ class MlpDrafter(Drafter):
         growths = [self._start(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
         active = [growth for growth in growths if growth.frontier]
         if active:
-            taps = self._stack([growth.sequence.memo.taps for growth in active])
+            taps = join_rows([growth.sequence.memo.taps for growth in active])
             states, logits = self.net.start_logits(taps, self._tokens(active), self.head)
         while active:
             self._add_level(active, self.ops.to_numpy(logits))
@@ -162,13 +158,6 @@ class MlpDrafter(Drafter):
 
     def _tokens(self, active: Seq[Growth]) -> npt.NDArray[np.int32]:
         return np.array([growth.token(node) for growth in active for node in growth.frontier], np.int32)
-
-    def _stack(self, rows: Seq[Array]) -> Array:
-        """Rows of taps [1, D] under one another."""
-        if len(rows) == 1:
-            return rows[0]
-        width = rows[0].shape[1]
-        return self.ops.concat(rows).reshape(len(rows), width)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from sakiyomi.errors import ParameterError, VocabularyError
 from sakiyomi.noise import Randomness
 from sakiyomi.params import SamplingParams
-from sakiyomi.plugins import MAX_DRAFT_TOKENS, check_bounds
+from sakiyomi.plugins import check_growth
 from sakiyomi.sampling.choose import choose
 from sakiyomi.sampling.distributions import KeyedRandomness
 from sakiyomi.sampling.growth import Growth
@@ -59,10 +59,7 @@ class ModelDrafter(Drafter):
         vocabulary: Literal["auto", "tokens", "text"] = "auto"
 
         def __post_init__(self) -> None:
-            for name in ("num_speculative_tokens", "width", "max_nodes"):
-                check_bounds(name, getattr(self, name), 1, MAX_DRAFT_TOKENS)
-            if self.draw not in ("auto", "coupled", "independent", "argmax"):
-                raise ParameterError(f"draw={self.draw!r} is not allowed; give auto, coupled, independent or argmax.")
+            check_growth(self)
             if self.vocabulary not in ("auto", "tokens", "text"):
                 raise ParameterError(f"vocabulary={self.vocabulary!r} is not allowed; give auto, tokens or text.")
 

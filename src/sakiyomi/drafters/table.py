@@ -18,7 +18,7 @@ from sakiyomi.checkpoints.drafter import find_packaged, read_drafter
 from sakiyomi.errors import CheckpointError, ParameterError
 from sakiyomi.lookup.table import NgramTable
 from sakiyomi.noise import Randomness
-from sakiyomi.plugins import MAX_DRAFT_TOKENS, check_bounds
+from sakiyomi.plugins import check_growth
 from sakiyomi.sampling.distributions import KeyedRandomness
 from sakiyomi.sampling.growth import Growth, SubsetCandidates
 from sakiyomi.tree import Draft
@@ -51,12 +51,7 @@ class TableDrafter(Drafter):
         draw: Literal["auto", "coupled", "independent", "argmax"] = "auto"
 
         def __post_init__(self) -> None:
-            for name in ("num_speculative_tokens", "width", "max_nodes"):
-                check_bounds(name, getattr(self, name), 1, MAX_DRAFT_TOKENS)
-            if not 0 <= self.min_confidence < 1:
-                raise ParameterError(f"min_confidence={self.min_confidence}; give a number from 0 to below 1.")
-            if self.draw not in ("auto", "coupled", "independent", "argmax"):
-                raise ParameterError(f"draw={self.draw!r} is not allowed; give auto, coupled, independent or argmax.")
+            check_growth(self)
 
     def __init__(self, config: Config, context: DrafterContext, randomness: Randomness | None = None) -> None:
         self.config = config
