@@ -435,6 +435,10 @@ class Drafter(Protocol):
         """The sequence's tokens from `length` on were replaced (a new chat turn); forget at least those."""
         self.forget(sequence)
 
+    def fork(self, sequence: Sequence) -> Any:
+        """A memo for another sequence with the same committed tokens; None where that one must be observed anew."""
+        return None
+
     def forget(self, sequence: Sequence) -> None:
         """The sequence is over; drop what was kept for it."""
         sequence.memo = None

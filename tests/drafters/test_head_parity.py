@@ -25,7 +25,7 @@ from heads import eagle1_parts, eagle3_parts, medusa_parts, write_head
 
 
 def tame_eagle1() -> Any:
-    """Without a norm at its end, states that are fed back grow, and rounding with them; small weights keep them small."""
+    """Without a norm at its end, states that are fed back grow, and so does rounding; small weights keep both small."""
     config, tensors = eagle1_parts()
     return config, {name: tensor * (1 if "norm" in name else 0.4) for name, tensor in tensors.items()}
 

@@ -79,6 +79,9 @@ class Eagle3Drafter(Drafter):
         if isinstance(sequence.memo, HeadMemo):
             self.runner.rewind(sequence.memo, length)
 
+    def fork(self, sequence: Sequence) -> HeadMemo | None:
+        return sequence.memo.fork() if isinstance(sequence.memo, HeadMemo) else None
+
     def _start(self, sequence: Sequence, budget: int) -> _Growth:
         memo, config = sequence.memo, self.config
         is_ready = isinstance(memo, HeadMemo) and self.runner.is_ready(memo, sequence)

@@ -76,6 +76,9 @@ class PEagleDrafter(Drafter):
         if isinstance(sequence.memo, HeadMemo):
             self.runner.rewind(sequence.memo, length)
 
+    def fork(self, sequence: Sequence) -> HeadMemo | None:
+        return sequence.memo.fork() if isinstance(sequence.memo, HeadMemo) else None
+
     def _start(self, sequence: Sequence, budget: int) -> Growth:
         memo, config = sequence.memo, self.config
         is_ready = isinstance(memo, HeadMemo) and self.runner.is_ready(memo, sequence)

@@ -45,6 +45,10 @@ class HeadMemo:
     def num_waiting(self) -> int:
         return sum(len(taps) for taps in self.waiting)
 
+    def fork(self) -> HeadMemo:
+        """An independent copy."""
+        return HeadMemo(self.cache.fork(), list(self.waiting), self.last, self.is_whole)
+
 
 class HeadRunner:
     """Feeds rows to a head.
