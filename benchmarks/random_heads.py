@@ -9,6 +9,7 @@ The first writes a file of ours, to be drafted with; the second what vLLM reads.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from sakiyomi.assemble import ModelOptions, load_model
 from sakiyomi.checkpoints.drafter import write_drafter
 from sakiyomi.checkpoints.speculators import write_speculators
 from sakiyomi.nets.binding import describe_target
+from sakiyomi.ops.native import quantize
 from sakiyomi.types import DrafterFile, Lent, ModelInfo
 
 KINDS = ("eagle3", "peagle", "medusa")
@@ -81,6 +83,16 @@ def random_head(kind: str, info: ModelInfo, lent: Lent, *, num_ids: int = 4096, 
     return DrafterFile(kind=kind, config=config, taps=taps, target=target, tensors=tensors, vocabulary=ids)
 
 
+def round_head(head: DrafterFile, bits: int) -> DrafterFile:
+    """The head with its matrices in 4 or 8 bits in groups of 32."""
+    rounded = {
+        name: quantize(tensor, bits) if tensor.ndim == 2 and tensor.shape[1] % 32 == 0 else tensor
+        for name, tensor in head.tensors.items()
+        if isinstance(tensor, np.ndarray)
+    }
+    return replace(head, tensors=rounded)
+
+
 def write_for_vllm(folder: Path, head: DrafterFile, lent: Lent, target_name: str) -> None:
     """A speculators folder with the target's embedding, and its rows where the head has none of its own."""
     ids = np.arange(head.config["vocab_size"], dtype=np.int32)
@@ -96,6 +108,7 @@ def main() -> None:
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--ids", type=int, default=4096)
+    parser.add_argument("--bits", type=int, choices=(4, 8), default=8, help="of the matrices in a file of ours")
     parser.add_argument("--format", choices=("own", "speculators"), default="own")
     parser.add_argument("--target-name", default="target")
     parser.add_argument("--out", type=Path, required=True)
@@ -105,7 +118,7 @@ def main() -> None:
     assert lent is not None, "native and torch models lend"
     head = random_head(arguments.kind, model.info, lent, num_ids=arguments.ids)
     if arguments.format == "own":
-        write_drafter(arguments.out, head)
+        write_drafter(arguments.out, round_head(head, arguments.bits))
     else:
         write_for_vllm(arguments.out, head, lent, arguments.target_name)
     print(arguments.out)

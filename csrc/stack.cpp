@@ -37,6 +37,7 @@ struct Layer {
 
 struct Sizes {
     std::int64_t hidden, inner;
+    std::int64_t read;  // inputs of the first layer's projection: `hidden`, or what a drafter's head puts side by side
     Heads heads;
     std::int64_t num_slots() const { return heads.num_heads + 2 * heads.num_kv_heads; }
     std::int64_t qkv_width() const { return num_slots() * heads.head_dim; }
@@ -67,7 +68,8 @@ struct Workspace {
         };
         Workspace space;
         space.normed = static_cast<float*>(take(copies * rows * sizes.hidden * 4));
-        space.inputs = static_cast<std::uint8_t*>(take(copies * QuantizedRows::num_bytes(sizes.hidden, rows)));
+        const std::int64_t widest = sizes.read > sizes.hidden ? sizes.read : sizes.hidden;
+        space.inputs = static_cast<std::uint8_t*>(take(copies * QuantizedRows::num_bytes(widest, rows)));
         space.qkv = static_cast<float*>(take(rows * sizes.qkv_width() * 4));
         space.attended = static_cast<float*>(take(rows * sizes.attended_width() * 4));
         space.attended_inputs = static_cast<std::uint8_t*>(take(QuantizedRows::num_bytes(sizes.attended_width(), rows)));
@@ -92,12 +94,15 @@ class Pass {
     float* x;  // [rows, hidden], the residual stream
     Workspace space;
     const Attention& attention;
+    const float* read;  // [rows, sizes.read], read by the first layer in place of the normed residual stream; or null
 
     // Called by every thread of the team. Each phase ends in a barrier; five of them are needed.
-    void run_layer(const Layer& layer, const Layer* next, std::int64_t cache_layer, KeyRows* views, Team& team, int rank) const {
+    void run_layer(const Layer& layer, const Layer* next, bool is_first, std::int64_t cache_layer, KeyRows* views, Team& team,
+                   int rank) const {
         for (std::size_t s = 0; s < caches.size(); ++s) views[s] = caches.at(s, cache_layer);
         mark(Phase::kNorm);
-        const Rows normed = norm(layer.input_norm, *layer.qkv, team, rank);
+        const Rows normed = is_first && read != nullptr ? take_read(*layer.qkv, team, rank)
+                                                        : norm(layer.input_norm, *layer.qkv, team, rank);
         mark(Phase::kQkv);
         project(layer, normed, views, team, rank);
         mark(Phase::kAttention);
@@ -156,6 +161,19 @@ class Pass {
             team.share(rank, num_rows, norm_row);
         if (next.is_quantized()) return {quantized.bytes, 0};
         return {normed, sizes.hidden * 4};
+    }
+
+    Rows take_read(const PackedWeight& next, Team& team, int rank) const {
+        if (!next.is_quantized()) return {read, sizes.read * 4};
+        const bool is_repeated = num_rows <= kMaxRepeatedRows;
+        const std::int64_t copy = is_repeated ? rank : 0;
+        const QuantizedRows quantized{space.inputs + copy * QuantizedRows::num_bytes(sizes.read, num_rows), sizes.read, num_rows};
+        const auto take_row = [&](std::int64_t row) { quantized.write(kernels, row, read + row * sizes.read, 0, sizes.read); };
+        if (is_repeated)
+            for (std::int64_t row = 0; row < num_rows; ++row) take_row(row);
+        else
+            team.share(rank, num_rows, take_row);
+        return {quantized.bytes, 0};
     }
 
     // Queries, keys and values; where a head is whole blocks, whoever computes it also rotates and stores it.
@@ -266,7 +284,7 @@ class DecoderStack {
     void run(Matrix x, Ints positions, Matrix table, const nb::list& keys, const nb::list& values,
              const std::vector<std::int64_t>& lengths, const PendingRows& pending, std::int64_t first_layer,
              const std::vector<std::int64_t>& bounds, std::optional<Ints> parents, const std::vector<std::int64_t>& taps,
-             const nb::list& tap_arrays, Out<float, nb::ndim<2>> out, int num_threads) const {
+             const nb::list& tap_arrays, Out<float, nb::ndim<2>> out, int num_threads, std::optional<Matrix> read) const {
         const std::int64_t num_rows = static_cast<std::int64_t>(x.shape(0)), hidden = sizes_.hidden;
         const std::int64_t num_layers = static_cast<std::int64_t>(layers_.size()), dim = sizes_.heads.head_dim;
         check_equal("the width of x", static_cast<std::int64_t>(x.shape(1)), hidden);
@@ -274,6 +292,9 @@ class DecoderStack {
         check_equal("the number of rows of out", static_cast<std::int64_t>(out.shape(0)), num_rows);
         check_equal("the number of positions", static_cast<std::int64_t>(positions.shape(0)), num_rows);
         check_equal("the width of the table", static_cast<std::int64_t>(table.shape(1)), dim);
+        check(read || layers_.front().input_norm != nullptr, "a layer lacks a norm.");
+        check_equal("the width of what the first layer reads", read ? static_cast<std::int64_t>(read->shape(1)) : hidden, sizes_.read);
+        if (read) check_equal("the number of rows that it reads", static_cast<std::int64_t>(read->shape(0)), num_rows);
         if (parents) check_equal("the number of parents", static_cast<std::int64_t>(parents->shape(0)), num_rows);
         for (std::int64_t row = 0; row < num_rows; ++row)
             check(positions.data()[row] >= 0 && positions.data()[row] < static_cast<std::int64_t>(table.shape(0)),
@@ -303,7 +324,7 @@ class DecoderStack {
         std::vector<KeyRows> views(caches.size() * static_cast<std::size_t>(team_size));
         std::memcpy(out.data(), x.data(), static_cast<std::size_t>(num_rows * hidden) * sizeof(float));
         const Pass pass{kernel,           sizes_,       eps_,       num_rows, plan, caches,
-                        positions.data(), table.data(), out.data(), space, attention};
+                        positions.data(), table.data(), out.data(), space, attention, read ? read->data() : nullptr};
         lease.run([&](Team& team, int rank) {
             KeyRows* my_views = views.data() + caches.size() * static_cast<std::size_t>(rank);
             const Range mine = pass.my_rows(team, rank);
@@ -315,7 +336,7 @@ class DecoderStack {
                 if (layer < num_layers)
                     pass.run_layer(layers_[static_cast<std::size_t>(layer)],
                                    layer + 1 < num_layers ? &layers_[static_cast<std::size_t>(layer + 1)] : nullptr,
-                                   first_layer + layer, my_views, team, rank);
+                                   layer == 0, first_layer + layer, my_views, team, rank);
             }
         });
     }
@@ -331,14 +352,15 @@ class DecoderStack {
         layer.gate_up = weight(8);
         layer.down = weight(9);
         if (layers_.empty()) {
-            sizes_.hidden = layer.qkv->num_inputs;
+            sizes_.hidden = layer.output->num_outputs;
+            sizes_.read = layer.qkv->num_inputs;
             sizes_.inner = layer.down->num_inputs;
         }
-        check_matrix("qkv", *layer.qkv, sizes_.qkv_width(), sizes_.hidden);
+        check_matrix("qkv", *layer.qkv, sizes_.qkv_width(), layers_.empty() ? sizes_.read : sizes_.hidden);
         check_matrix("output", *layer.output, sizes_.hidden, sizes_.attended_width());
         check_matrix("gate_up", *layer.gate_up, 2 * sizes_.inner, sizes_.hidden);
         check_matrix("down", *layer.down, sizes_.hidden, sizes_.inner);
-        layer.input_norm = vector(fields[0], "input_norm", sizes_.hidden, false);
+        layer.input_norm = vector(fields[0], "input_norm", sizes_.hidden, layers_.empty());
         layer.qkv_bias = vector(fields[2], "qkv_bias", sizes_.qkv_width(), true);
         layer.q_norm = vector(fields[3], "q_norm", sizes_.heads.head_dim, true);
         layer.k_norm = vector(fields[4], "k_norm", sizes_.heads.head_dim, true);
@@ -407,5 +429,5 @@ void bind_stack(nanobind::module_& m) {
              arg("num_heads"), arg("num_kv_heads"), arg("head_dim"), arg("eps"))
         .def("run", &DecoderStack::run, arg("x").noconvert(), arg("positions").noconvert(), arg("table").noconvert(),
              arg("keys"), arg("values"), arg("lengths"), arg("pending"), arg("layer"), arg("bounds"), arg("parents").noconvert().none(),
-             arg("taps"), arg("tap_arrays"), arg("out").noconvert(), arg("threads"));
+             arg("taps"), arg("tap_arrays"), arg("out").noconvert(), arg("threads"), arg("read").noconvert().none() = nb::none());
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -108,7 +109,7 @@ class Eagle3Drafter(Drafter):
     def _feed(self, active: Seq[_Growth]) -> None:
         """Run the frontiers, in trees behind their ancestors, and append their children."""
         parts = [growth.rows() for growth in active]
-        bounds = (0, *np.cumsum([len(part.tokens) for part in parts]).tolist())
+        bounds = (0, *accumulate(len(part.tokens) for part in parts))
         read, states = self.runner.run(
             [growth.memo for growth in active],
             np.array([token for part in parts for token in part.tokens], np.int32),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -117,12 +118,12 @@ class HeadRunner:
         if sum(counts) + num_ahead == 0:
             return [memo.last[0] for memo in memos if memo.last is not None]
         rows = [_Rows.of(memo, sequence, num_ahead, self.head) for memo, sequence in zip(memos, sequences, strict=True)]
-        bounds = (0, *np.cumsum([len(part.token_ids) for part in rows]).tolist())
+        bounds = (0, *accumulate(len(part.token_ids) for part in rows))
         read, states = self.run(
             memos,
-            np.concatenate([part.token_ids for part in rows]),
+            join_rows([part.token_ids for part in rows]),
             join_rows([part.features for part in rows if len(part.token_ids)]),
-            np.concatenate([part.positions for part in rows]),
+            join_rows([part.positions for part in rows]),
             Causal(bounds),
             bounds,
         )
@@ -186,7 +187,7 @@ class Head:
     def logits(self, read: Array) -> npt.NDArray[np.float32]:
         """[R, K]."""
         ops: Ops = self.net.ops
-        return ops.to_numpy(ops.logits(read, self.head))
+        return ops.to_numpy(ops.linear(read, self.head))
 
 
 def open_head(kinds: tuple[str, ...], path: str | None, context: DrafterContext) -> Head:

@@ -208,29 +208,22 @@ class EagleHead:
             What the language-model head reads [R, H], and the states to feed back [R, H].
         """
         ops, config = self.ops, self.config
-        x = self._first_layer(ops.embed(self.embedding, token_ids), features, positions, past, mask)
-        if len(self.layers) > 1:
-            later = None if past is None else past.at(past.layer + 1)
-            x, _ = ops.decoder_stack(x, self.layers[1:], config.spec, positions, later, mask)
+        residual, read = self._inputs(ops.embed(self.embedding, token_ids), features)
+        x, _ = ops.decoder_stack(residual, self.layers, config.spec, positions, past, mask, read=read)
         if config.is_first:
             return x, x
         normed = ops.rms_norm(x, self.weights["norm.weight"], config.eps)
         return normed, normed if config.norm_output else x
 
-    def _first_layer(
-        self, embedded: Array, features: Array, positions: npt.NDArray[np.int32], past: Past | None, mask: Mask
-    ) -> Array:
-        ops, config, layer = self.ops, self.config, self.layers[0]
+    def _inputs(self, embedded: Array, features: Array) -> tuple[Array, Array]:
+        """Where the residual stream begins [R, H], and what the first attention reads."""
+        ops, config = self.ops, self.config
         if config.is_first:
-            residual = read = ops.linear(
-                ops.concat([embedded, features]), self.weights["fc.weight"], self.weights["fc.bias"]
-            )
-        else:
-            normed = ops.rms_norm(features, self.weights["layers.0.hidden_norm.weight"], config.eps)
-            read = ops.concat([ops.rms_norm(embedded, layer.input_norm, config.eps), normed])
-            residual = normed if config.norm_before_residual else features
-        x = ops.add(residual, ops.self_attention(read, layer, config.spec, positions, past, mask))
-        return ops.add(x, ops.feed_forward(x, layer, config.eps))
+            fused = ops.linear(ops.concat([embedded, features]), self.weights["fc.weight"], self.weights["fc.bias"])
+            return fused, fused
+        normed = ops.rms_norm(features, self.weights["layers.0.hidden_norm.weight"], config.eps)
+        read = ops.concat([ops.rms_norm(embedded, self.layers[0].input_norm, config.eps), normed])
+        return (normed if config.norm_before_residual else features), read
 
 
 def prepare(

@@ -122,7 +122,7 @@ class MedusaHeads:
     def logits(self, features: Sequence[Array]) -> list[Array]:
         """Logits [R, K] of each head."""
         heads = [self._heads[0]] * len(features) if len(self._heads) == 1 else list(self._heads)
-        return [self.ops.logits(row, head) for row, head in zip(features, heads, strict=False)]
+        return [self.ops.linear(row, head) for row, head in zip(features, heads, strict=False)]
 
     def _silu(self, x: Array) -> Array:
         ones = self._one.repeat(len(x), 0) if isinstance(self._one, np.ndarray) else self._one.expand(len(x), -1)

@@ -312,12 +312,14 @@ class Ops(ABC):
         past: Past | None,
         mask: Mask,
         taps: Sequence[int] = (),
+        read: Array | None = None,
     ) -> tuple[Array, list[Array]]:
         """Run pre-norm decoder layers over x [R, H].
 
         Args:
             past: the caches, or None; layer i of `layers` uses layer past.layer + i of the caches.
             taps: layer numbers t in 0..len(layers), the hidden state after t layers (0: x itself), ascending.
+            read: [R, K of the first layer's qkv], what its attention reads in place of the normed x.
 
         Returns:
             The hidden state after the last layer [R, H] (not normed), and one [R, H] per tap.
@@ -326,24 +328,12 @@ class Ops(ABC):
         kept = {0: x} if 0 in wanted else {}
         for index, layer in enumerate(layers):
             here = None if past is None else past.at(past.layer + index)
-            x = self._decoder_layer(x, layer, spec, positions, here, mask, spec.window(index))
+            normed = read if read is not None and index == 0 else self.rms_norm(x, layer.input_norm, spec.eps)
+            x = self.add(x, self.self_attention(normed, layer, spec, positions, here, mask, spec.window(index)))
+            x = self.add(x, self.feed_forward(x, layer, spec.eps))
             if index + 1 in wanted:
                 kept[index + 1] = x
         return x, [kept[tap] for tap in taps]
-
-    def _decoder_layer(
-        self,
-        x: Array,
-        layer: LayerWeights,
-        spec: StackSpec,
-        positions: npt.NDArray[np.int32],
-        past: Past | None,
-        mask: Mask,
-        window: int | None,
-    ) -> Array:
-        normed = self.rms_norm(x, layer.input_norm, spec.eps)
-        x = self.add(x, self.self_attention(normed, layer, spec, positions, past, mask, window))
-        return self.add(x, self.feed_forward(x, layer, spec.eps))
 
     def self_attention(
         self,

@@ -277,15 +277,17 @@ class NativeOps(Ops):
         past: Past | None,
         mask: Mask,
         taps: Sequence[int] = (),
+        read: Floats | None = None,
     ) -> tuple[Floats, list[Floats]]:
         if past is None or not layers:
-            return super().decoder_stack(x, layers, spec, positions, past, mask, taps)
+            return super().decoder_stack(x, layers, spec, positions, past, mask, taps, read)
         x, positions = _floats(x), _ints(positions)
         bounds, parents = _segments(mask)
         table = self._rope_table(positions, spec.inv_freq, spec.rope_scale)
         out, tapped = np.empty_like(x), [np.empty_like(x) for _ in taps]
         self._stack(layers, spec).run(
-            x, positions, table, *_caches(past), past.layer, bounds, parents, list(taps), tapped, out, self.threads
+            *(x, positions, table, *_caches(past), past.layer, bounds, parents, list(taps), tapped, out, self.threads),
+            None if read is None else _floats(read),
         )
         return out, tapped
 
