@@ -5,7 +5,7 @@
 
 By default heads of realistic sizes with random weights (random_heads.py), 3,072 ids, matrices in 4 bits: EAGLE-3
 with 3 tokens, P-EAGLE with 5, Medusa with 4, beside `mlp` with 2 (where one comes with the package) and `suffix`. A
-plain step and a step with each drafter take turns on the same answer; drafting is `propose` plus `observe`, medians of
+plain step and one with the drafter take turns on the same answer; drafting is `propose` plus `observe`, medians of
 all steps. Random heads are never right, so each proposal begins with one new row; more rows cost little more. Prints a
 table and, as its last line, one JSON object.
 """
@@ -104,22 +104,29 @@ def default_drafters(target: LoadedModel, folder: Path, bits: int) -> list[str]:
 def measure(
     target: LoadedModel, drafters: dict[str, Drafter], num_steps: int, temperature: float
 ) -> dict[str, tuple[float, float]]:
-    """For each drafter the milliseconds of a step's drafting, and their share of a plain step."""
-    timed = {spec: Timed(drafter) for spec, drafter in drafters.items()}
-    ways: dict[str, Drafter] = {"plain": NoneDrafter(NoneDrafter.Config(), None), **timed}  # type: ignore[arg-type]
-    sequences = {spec: _start(target, drafter, temperature, num_steps) for spec, drafter in ways.items()}
-    plain: list[float] = []
+    """For each drafter the milliseconds of a step's drafting, and their share of a plain step in the same turns."""
+    shares, bases = {}, []
+    for spec, drafter in drafters.items():
+        plain, drafting = _take_turns(target, Timed(drafter), num_steps, temperature)
+        shares[spec] = (drafting, drafting / plain)
+        bases.append(plain)
+    print(f"a plain step takes {statistics.median(bases):.3f} ms")
+    return shares
+
+
+def _take_turns(target: LoadedModel, timed: Timed, num_steps: int, temperature: float) -> tuple[float, float]:
+    """Milliseconds of a plain step and of drafting; a tenth of the steps warms up."""
+    none = NoneDrafter(NoneDrafter.Config(), None)  # type: ignore[arg-type]
+    plain, drafted = (_start(target, drafter, temperature, num_steps) for drafter in (none, timed))
+    times: list[float] = []
     verifier = MatchVerifier(MatchVerifier.Config())
     for _ in range(num_steps):
-        for spec, drafter in ways.items():
-            started = time.perf_counter()
-            step(target.model, drafter, verifier, [sequences[spec]], [16])
-            if spec == "plain":
-                plain.append((time.perf_counter() - started) * 1e3)
-    base = statistics.median(plain[num_steps // 10 :])
-    print(f"a plain step takes {base:.3f} ms")
-    medians = {spec: statistics.median(one.times[num_steps // 10 :]) for spec, one in timed.items()}
-    return {spec: (ms, ms / base) for spec, ms in medians.items()}
+        started = time.perf_counter()
+        step(target.model, none, verifier, [plain], [16])
+        times.append((time.perf_counter() - started) * 1e3)
+        step(target.model, timed, verifier, [drafted], [16])
+    first = num_steps // 10
+    return statistics.median(times[first:]), statistics.median(timed.times[first:])
 
 
 def _start(target: LoadedModel, drafter: Drafter, temperature: float, num_steps: int) -> Sequence:

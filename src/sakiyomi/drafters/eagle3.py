@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sakiyomi.models.eagle import HeadMemo, HeadRunner, join_rows, open_head
+from sakiyomi.models.eagle import HeadMemo, join_rows, open_head
 from sakiyomi.noise import Randomness
 from sakiyomi.ops.base import Tree
 from sakiyomi.plugins import check_growth
@@ -57,7 +57,7 @@ class Eagle3Drafter(Drafter):
         self.randomness = randomness or KeyedRandomness()
         self.parts = open_head(("eagle3", "eagle1"), config.path, context)
         self.taps = self.parts.taps
-        self.runner = HeadRunner(self.parts.net, context.target.info.max_model_len)
+        self.runner = self.parts.new_runner(context.target.info.max_model_len)
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         growths = [self._start(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
@@ -98,8 +98,8 @@ class Eagle3Drafter(Drafter):
 
     def _begin(self, active: Seq[_Growth]) -> None:
         """The children of the roots, from the rows that the target's features made."""
-        read = [growth.memo.last[0] for growth in active if growth.memo.last is not None]
-        logits = self.parts.logits(join_rows(read))
+        rows = [growth.memo.last[0] for growth in active if growth.memo.last is not None]
+        logits = self.runner.ops.to_numpy(join_rows(rows))
         for row, growth in enumerate(active):
             assert growth.memo.last is not None, "the last row was just fed"
             growth.states[ROOT] = growth.memo.last[1]
@@ -110,20 +110,20 @@ class Eagle3Drafter(Drafter):
         """Run the frontiers, in trees behind their ancestors, and append their children."""
         parts = [growth.rows() for growth in active]
         bounds = (0, *accumulate(len(part.tokens) for part in parts))
-        read, states = self.runner.run(
+        rows, states = self.runner.run(
             [growth.memo for growth in active],
             np.array([token for part in parts for token in part.tokens], np.int32),
             join_rows([feature for part in parts for feature in part.features]),
             np.array([position for part in parts for position in part.positions], np.int32),
             Tree(np.array([parent for part in parts for parent in part.parents], np.int32), bounds),
             bounds,
+            [
+                row
+                for growth, end in zip(active, bounds[1:], strict=True)
+                for row in range(end - len(growth.frontier), end)
+            ],
         )
-        wanted = [
-            row
-            for growth, end in zip(active, bounds[1:], strict=True)
-            for row in range(end - len(growth.frontier), end)
-        ]
-        logits = self.parts.logits(read if len(wanted) == len(read) else read[wanted])
+        logits = self.runner.ops.to_numpy(rows)
         row = 0
         for growth, end in zip(active, bounds[1:], strict=True):
             growth.take(states, end)

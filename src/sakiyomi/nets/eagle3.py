@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from sakiyomi.errors import CheckpointError
 from sakiyomi.nets.decoder import rope_frequencies
-from sakiyomi.ops.base import LayerWeights, Mask, Ops, Past, StackSpec
+from sakiyomi.ops.base import HeadEnds, LayerWeights, Mask, Ops, Past, StackSpec
 from sakiyomi.types import Array, DrafterFile, Lent, Tensor
 
 Kind = Literal["eagle1", "eagle3", "peagle"]
@@ -187,8 +187,12 @@ class EagleHead:
 
     def placeholders(self, num_rows: int) -> Array:
         """Features [num_rows, H] of P-EAGLE's rows whose inputs are not known yet."""
-        fused = self.fuse(self.weights["mask_hidden"].reshape(1, -1))
+        fused = self._placeholder
         return fused.repeat(num_rows, 0) if isinstance(fused, np.ndarray) else fused.expand(num_rows, -1)
+
+    @cached_property
+    def _placeholder(self) -> Array:
+        return self.fuse(self.weights["mask_hidden"].reshape(1, -1))
 
     def forward(
         self,
@@ -207,23 +211,50 @@ class EagleHead:
         Returns:
             What the language-model head reads [R, H], and the states to feed back [R, H].
         """
-        ops, config = self.ops, self.config
-        residual, read = self._inputs(ops.embed(self.embedding, token_ids), features)
-        x, _ = ops.decoder_stack(residual, self.layers, config.spec, positions, past, mask, read=read)
-        if config.is_first:
-            return x, x
-        normed = ops.rms_norm(x, self.weights["norm.weight"], config.eps)
-        return normed, normed if config.norm_output else x
+        read, states, _ = self._run(token_ids, features, positions, past, mask, None)
+        return read, states
 
-    def _inputs(self, embedded: Array, features: Array) -> tuple[Array, Array]:
-        """Where the residual stream begins [R, H], and what the first attention reads."""
+    def forward_to_logits(
+        self,
+        token_ids: npt.NDArray[np.int32],
+        features: Array,
+        positions: npt.NDArray[np.int32],
+        past: Past | None,
+        mask: Mask,
+        head: Any,
+    ) -> tuple[Array, Array, Array]:
+        """`forward`, and the logits [R, K] over a language-model head [K, H]."""
+        read, states, logits = self._run(token_ids, features, positions, past, mask, head)
+        return read, states, self.ops.linear(read, head) if logits is None else logits
+
+    def _run(
+        self,
+        token_ids: npt.NDArray[np.int32],
+        features: Array,
+        positions: npt.NDArray[np.int32],
+        past: Past | None,
+        mask: Mask,
+        head: Any,
+    ) -> tuple[Array, Array, Array | None]:
         ops, config = self.ops, self.config
         if config.is_first:
-            fused = ops.linear(ops.concat([embedded, features]), self.weights["fc.weight"], self.weights["fc.bias"])
-            return fused, fused
-        normed = ops.rms_norm(features, self.weights["layers.0.hidden_norm.weight"], config.eps)
-        read = ops.concat([ops.rms_norm(embedded, self.layers[0].input_norm, config.eps), normed])
-        return (normed if config.norm_before_residual else features), read
+            both = ops.concat([ops.embed(self.embedding, token_ids), features])
+            fused = ops.linear(both, self.weights["fc.weight"], self.weights["fc.bias"])
+            x, _ = ops.decoder_stack(fused, self.layers, config.spec, positions, past, mask, read=fused)
+            return x, x, None
+        ends = HeadEnds(
+            embedding=self.embedding,
+            embed_norm=self.layers[0].input_norm,
+            feature_norm=self.weights["layers.0.hidden_norm.weight"],
+            norm_before_residual=config.norm_before_residual,
+            final_norm=self.weights["norm.weight"],
+            head=self.embedding if head is None else head,
+        )
+        with_logits = head is not None
+        normed, states, logits = ops.head_pass(
+            features, token_ids, ends, self.layers, config.spec, positions, past, mask, with_logits
+        )
+        return normed, normed if config.norm_output else states, logits
 
 
 def prepare(
