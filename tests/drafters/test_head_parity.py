@@ -156,3 +156,24 @@ def test_a_forked_process_drafts_the_same(folder: Path, heads: dict[str, Path], 
         told = pipe.read().decode()
     os.waitpid(pid, 0)
     assert told == repr([draft.tokens for draft in run_steps(target, drafter, sequence, 3)])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_heads_that_count_the_padding_in_are_cut(tmp_path: Path, write_llama: Callable[..., Path], family: str) -> None:
+    """The tokenizer has 257 ids and the model 288 rows, as with Qwen's models; published heads tell of 288."""
+    target = load(write_llama(tmp_path / "target", vocab_size=288), "native")
+    assert (target.model.info.vocab_size, target.model.info.padded_vocab_size) == (257, 288)
+    config, tensors = FAMILIES[family][1]() if "eagle" not in family else eagle3_parts(vocab=288)
+    if family == "peagle":
+        config, tensors = eagle3_parts(vocab=288, mask_token_id=5)
+    if family == "eagle1":
+        config, tensors = tame_eagle1()
+        config["vocab_size"] = 288
+    if family == "medusa":
+        more = np.full((31, 64), 9.0, np.float32)  # what these rows say would win everywhere
+        tensors |= {f"{head}.1.weight": np.concatenate([tensors[f"{head}.1.weight"], more]) for head in range(3)}
+    heads = {family: write_head(tmp_path / "head", config, tensors)}
+    drafter = make(target, family, heads)
+    drafts = run_steps(target, drafter, start(target, drafter, 0.0))
+    assert sum(len(draft) for draft in drafts) >= 15
+    assert max(max(draft.tokens) for draft in drafts) < 257

@@ -150,6 +150,7 @@ class EagleHead:
         self.layers: list[LayerWeights] = list(weights["layers"])
         self.embedding = embedding
         self._final_norm = final_norm
+        self._kept_ends: HeadEnds | None = None
 
     @classmethod
     def load(cls, config: EagleConfig, tensors: Mapping[str, Tensor], lent: Lent) -> EagleHead:
@@ -242,19 +243,25 @@ class EagleHead:
             fused = ops.linear(both, self.weights["fc.weight"], self.weights["fc.bias"])
             x, _ = ops.decoder_stack(fused, self.layers, config.spec, positions, past, mask, read=fused)
             return x, x, None
-        ends = HeadEnds(
-            embedding=self.embedding,
-            embed_norm=self.layers[0].input_norm,
-            feature_norm=self.weights["layers.0.hidden_norm.weight"],
-            norm_before_residual=config.norm_before_residual,
-            final_norm=self.weights["norm.weight"],
-            head=self.embedding if head is None else head,
-        )
         with_logits = head is not None
         normed, states, logits = ops.head_pass(
-            features, token_ids, ends, self.layers, config.spec, positions, past, mask, with_logits
+            features, token_ids, self._ends(head), self.layers, config.spec, positions, past, mask, with_logits
         )
         return normed, normed if config.norm_output else states, logits
+
+    def _ends(self, head: Any) -> HeadEnds:
+        """What stands around the layers; kept, since every pass of a chain asks for the same."""
+        head = self.embedding if head is None else head  # never read where no logits are wanted
+        if self._kept_ends is None or self._kept_ends.head is not head:
+            self._kept_ends = HeadEnds(
+                embedding=self.embedding,
+                embed_norm=self.layers[0].input_norm,
+                feature_norm=self.weights["layers.0.hidden_norm.weight"],
+                norm_before_residual=self.config.norm_before_residual,
+                final_norm=self.weights["norm.weight"],
+                head=head,
+            )
+        return self._kept_ends
 
 
 def prepare(
