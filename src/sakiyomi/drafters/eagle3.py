@@ -16,7 +16,7 @@ import numpy as np
 
 from sakiyomi.models.eagle import HeadMemo, join_rows, open_head
 from sakiyomi.noise import Randomness
-from sakiyomi.ops.base import Tree
+from sakiyomi.ops.base import Causal, Tree
 from sakiyomi.plugins import check_growth
 from sakiyomi.sampling.distributions import KeyedRandomness
 from sakiyomi.sampling.growth import Growth, SubsetCandidates
@@ -65,8 +65,9 @@ class Eagle3Drafter(Drafter):
         if active:
             self.runner.catch_up([growth.memo for growth in active], [growth.sequence for growth in active])
             self._begin(active)
+        feed = self._feed_chains if self.config.width == 1 else self._feed
         while active := [growth for growth in active if growth.frontier]:
-            self._feed(active)
+            feed(active)
         for growth in growths:
             growth.end()
         return [growth.draft() if len(growth.tree) else Draft.empty() for growth in growths]
@@ -132,6 +133,21 @@ class Eagle3Drafter(Drafter):
                 row += 1
             growth.go_on()
 
+    def _feed_chains(self, active: Seq[_Growth]) -> None:
+        """`_feed` of chains: each has one node to run, behind rows that its cache keeps until the draft is done."""
+        memos = [growth.memo for growth in active]
+        tokens = np.array([growth.tree.tokens[-1] for growth in active], np.int32)
+        positions = np.array([memo.cache.length for memo in memos], np.int32)
+        features = join_rows([growth.states[ROOT] for growth in active])
+        bounds = tuple(range(len(active) + 1))
+        rows, states = self.runner.run(memos, tokens, features, positions, Causal(bounds), bounds)
+        logits = self.runner.ops.to_numpy(rows)
+        for row, growth in enumerate(active):
+            growth.states[ROOT] = states[row : row + 1]  # what the next node reads
+            memos[row].cache.keep((0,))
+            growth.add(growth.frontier[0], self._candidates(logits[row]))
+            growth.go_on()
+
     def _candidates(self, logits: np.ndarray[tuple[int], np.dtype[np.float32]]) -> SubsetCandidates:
         parts = self.parts
         return SubsetCandidates(logits, parts.ids, parts.vocab_size, parts.sharpness)
@@ -150,16 +166,16 @@ class _Rows:
 class _Growth(Growth):
     """A draft with the cache that its rows land in.
 
-    A chain's rows are committed until the draft is done; a tree's are fed again in front of the next frontier.
+    A tree's rows are fed again in front of the next frontier.
 
     Attributes:
-        states: for each node that was fed, and for the root, the state [1, H] that its children read.
+        states: for each node that was fed, and for the root, the state [1, H] that its children read; of a chain the
+            root's place holds that of the last node.
     """
 
     def __init__(self, *args: Any, width: int, **options: Any) -> None:
         super().__init__(*args, width=width, **options)
         self.states: dict[int, Array] = {}
-        self._is_chain = width == 1
         self._base = len(self.sequence.tokens) - 1
         self._fed: list[int] = []
 
@@ -186,10 +202,7 @@ class _Growth(Growth):
         first = end - len(self.frontier)
         for i, node in enumerate(self.frontier):
             self.states[node] = states[first + i : first + i + 1]
-        if self._is_chain:
-            self.memo.cache.keep([0])
-        else:
-            self._fed += self.frontier
+        self._fed += self.frontier
 
     def end(self) -> None:
         """Drop the rows of the draft: they hold guesses."""
