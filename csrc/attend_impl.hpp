@@ -60,6 +60,7 @@ template <int HEADS>
 inline void score_bytes(const uint8_t* keys, int64_t groups, const ByteQueries<HEADS>& queries, float (*scores)[kKeyChunk],
                         int64_t at) {
     Vf total[HEADS][2];
+    for (int h = 0; h < HEADS; ++h) total[h][0] = total[h][1] = set1(0.0f);
     for (int64_t group = 0; group < groups; ++group) {
         const uint8_t* side[2] = {keys + group * kKeyGroupBytes, keys + (groups + group) * kKeyGroupBytes};
         Vi sums[HEADS][2];
@@ -78,7 +79,7 @@ inline void score_bytes(const uint8_t* keys, int64_t groups, const ByteQueries<H
             const Vf scale = load(reinterpret_cast<const float*>(side[s] + 8 * 64));
             for (int h = 0; h < HEADS; ++h) {
                 const Vf factor = mul(scale, set1(queries.scales[h][group]));
-                total[h][s] = group == 0 ? mul(to_float(sums[h][s]), factor) : fma(to_float(sums[h][s]), factor, total[h][s]);
+                total[h][s] = fma(to_float(sums[h][s]), factor, total[h][s]);
             }
         }
     }
@@ -97,47 +98,69 @@ struct ByteWeights {
 struct Seen {
     int64_t begin, end, first, last;
 
-    template <class Out>
-    void fill_rest(float* x, Out value) const {
-        for (int64_t i = begin * kKeyBlock; i < first; ++i) x[i] = value;
-        for (int64_t i = last + 1; i < end * kKeyBlock; ++i) x[i] = value;
+    void fill_rest(float* x, float value) const {
+        for (int64_t i = 0; i < first; ++i) x[i] = value;
+        for (int64_t i = last + 1; i < kKeyChunk; ++i) x[i] = value;
     }
 };
 
-// The softmax of one head's scores relative to their largest, times the scales of the values.
+// e^x for x <= 0, to some 20 bits: a weight keeps 16.
+inline Vf exp_weight(Vf x) {
+    x = max(set1(-86.0f), x);
+    const Vi n = round_to_int(mul(x, set1(1.44269504088896341f)));
+    const Vf r = fma(to_float(n), set1(-0.693147180559945309f), x);
+    Vf y = set1(1.0f / 120.0f);
+    y = fma(y, r, set1(1.0f / 24.0f));
+    y = fma(y, r, set1(1.0f / 6.0f));
+    y = fma(y, r, set1(0.5f));
+    y = fma(y, r, set1(1.0f));
+    y = fma(y, r, set1(1.0f));
+    return scale_by_power(y, n);
+}
+
+// The softmax of one head's scores relative to their largest, times the scales of the values. What no position stands for
+// weighs next to nothing in the total, and nothing in the sums.
 inline void weigh_scores(const Seen& seen, const uint8_t* const* value_scales, float* scores, float* part, ByteWeights& weights) {
-    const int64_t begin = seen.begin * kKeyBlock, end = seen.end * kKeyBlock;
-    seen.fill_rest(scores, -__builtin_inff());
-    Vf best = load(scores + begin);
-    for (int64_t i = begin + kLanes; i < end; i += kLanes) best = max(load(scores + i), best);
-    const float largest = reduce_max(best);
-    for (int64_t i = begin; i < end; i += kLanes) store(scores + i, exp_clamped(sub(load(scores + i), set1(largest))));
-    seen.fill_rest(scores, 0.0f);
-    Vf total = set1(0.0f), most = set1(0.0f);
-    for (int64_t i = begin; i < end; i += kLanes) {
-        const Vf weight = load(scores + i);
-        total = add(total, weight);
-        const float* scale = reinterpret_cast<const float*>(value_scales[i / kKeyBlock]) + i % kKeyBlock;
-        store(scores + i, mul(weight, load(scale)));
-    }
-    seen.fill_rest(scores, 0.0f);  // unused places of a cache may hold anything
-    for (int64_t i = begin; i < end; i += kLanes) most = max(load(scores + i), most);
+    enum { kParts = kKeyChunk / kLanes, kBlockParts = kKeyBlock / kLanes };
+    const bool is_whole = seen.first == 0 && seen.last == kKeyChunk - 1;
+    if (!is_whole) seen.fill_rest(scores, -__builtin_inff());
+    Vf x[kParts];
+#pragma GCC unroll 8
+    for (int i = 0; i < kParts; ++i) x[i] = load(scores + i * kLanes);
+    const Vf pairs[4] = {max(x[0], x[4]), max(x[1], x[5]), max(x[2], x[6]), max(x[3], x[7])};
+    const float largest = reduce_max(max(max(pairs[0], pairs[2]), max(pairs[1], pairs[3])));
+#pragma GCC unroll 8
+    for (int i = 0; i < kParts; ++i) x[i] = exp_weight(sub(x[i], set1(largest)));
+    const Vf sums[4] = {add(x[0], x[4]), add(x[1], x[5]), add(x[2], x[6]), add(x[3], x[7])};
     part[0] = largest;
-    part[1] = reduce_add(total);
-    const float highest = reduce_max(most);
+    part[1] = reduce_add(add(add(sums[0], sums[2]), add(sums[1], sums[3])));
+#pragma GCC unroll 8
+    for (int i = 0; i < kParts; ++i)
+        if (i / kBlockParts >= seen.begin && i / kBlockParts < seen.end)
+            x[i] = mul(x[i], load(reinterpret_cast<const float*>(value_scales[i / kBlockParts]) + i % kBlockParts * kLanes));
+    if (!is_whole) {  // unused places of a cache may hold anything
+#pragma GCC unroll 8
+        for (int i = 0; i < kParts; ++i) store(scores + i * kLanes, x[i]);
+        seen.fill_rest(scores, 0.0f);
+#pragma GCC unroll 8
+        for (int i = 0; i < kParts; ++i) x[i] = load(scores + i * kLanes);
+    }
+    const Vf most[4] = {max(x[0], x[4]), max(x[1], x[5]), max(x[2], x[6]), max(x[3], x[7])};
+    const float highest = reduce_max(max(max(most[0], most[2]), max(most[1], most[3])));
     const bool is_zero = highest < 1e-30f;
     const Vf inverse = set1(is_zero ? 0.0f : 127.0f / highest);
-    Vi sums[2] = {zero_int(), zero_int()};
-    for (int64_t i = begin; i < end; i += kLanes) {
-        const Vf wanted = mul(load(scores + i), inverse);
+    Vi totals[2] = {zero_int(), zero_int()};
+#pragma GCC unroll 8
+    for (int i = 0; i < kParts; ++i) {
+        const Vf wanted = mul(x[i], inverse);
         const Vi high = round_to_int(wanted);
         const Vi low = round_to_int(mul(sub(wanted, to_float(high)), set1(static_cast<float>(kTermSteps))));
-        store_int8(weights.terms[0] + i, high);
-        store_int8(weights.terms[1] + i, low);
-        sums[0] = add(sums[0], high);
-        sums[1] = add(sums[1], low);
+        store_int8(weights.terms[0] + i * kLanes, high);
+        store_int8(weights.terms[1] + i * kLanes, low);
+        totals[0] = add(totals[0], high);
+        totals[1] = add(totals[1], low);
     }
-    for (int term = 0; term < 2; ++term) weights.starts[term] = -128 * reduce_add(sums[term]);
+    for (int term = 0; term < 2; ++term) weights.starts[term] = -128 * reduce_add(totals[term]);
     weights.scale = is_zero ? 0.0f : highest / (127.0f * kTermSteps);
 }
 
@@ -194,7 +217,7 @@ void attend_bytes_row(const AttendJob& job, const AttendRow& row) {
     const uint8_t* all_keys = static_cast<const uint8_t*>(job.keys);
     const uint8_t* all_values = static_cast<const uint8_t*>(job.values);
     alignas(64) uint8_t own[kChunkBlocks * (key_block_bytes(kMaxHeadDim) + value_block_bytes(kMaxHeadDim))];
-    const uint8_t *keys[kChunkBlocks], *values[kChunkBlocks], *value_scales[kChunkBlocks];
+    const uint8_t *keys[kChunkBlocks], *values[kChunkBlocks], *value_scales[kChunkBlocks] = {};
     for (int64_t b = seen.begin; b < seen.end; ++b) {
         const int64_t start = job.begin + b * kKeyBlock, end = min_of(row.last, start + kKeyBlock - 1);
         keys[b] = all_keys + start / kKeyBlock * key_bytes;
@@ -217,7 +240,8 @@ void attend_bytes_row(const AttendJob& job, const AttendRow& row) {
     }
     const ByteQueries<HEADS> queries(row.queries, dim, job.scale);
     alignas(64) float scores[HEADS][kKeyChunk];
-    for (int64_t b = seen.begin; b < seen.end; ++b) score_bytes<HEADS>(keys[b], num_groups(dim), queries, scores, b * kKeyBlock);
+    for (int64_t b = seen.begin; b < seen.end; ++b)
+        score_bytes<HEADS>(keys[b], num_groups(dim), queries, scores, b * kKeyBlock);
     ByteWeights weights[HEADS];
     for (int h = 0; h < HEADS; ++h) weigh_scores(seen, value_scales, scores[h], row.part + h * part_floats(dim), weights[h]);
     if constexpr (HEADS == 4) {  // their sums would not fit the registers
