@@ -147,6 +147,8 @@ inline void weigh_scores(const Seen& seen, const uint8_t* const* value_scales, f
     }
     const Vf most[4] = {max(x[0], x[4]), max(x[1], x[5]), max(x[2], x[6]), max(x[3], x[7])};
     const float highest = reduce_max(max(max(most[0], most[2]), max(most[1], most[3])));
+    const Vf all[4] = {add(x[0], x[4]), add(x[1], x[5]), add(x[2], x[6]), add(x[3], x[7])};
+    const float flaw = 0.0f * reduce_add(add(add(all[0], all[2]), add(all[1], all[3])));  // integers know no nan
     const bool is_zero = highest < 1e-30f;
     const Vf inverse = set1(is_zero ? 0.0f : 127.0f / highest);
     Vi totals[2] = {zero_int(), zero_int()};
@@ -161,7 +163,7 @@ inline void weigh_scores(const Seen& seen, const uint8_t* const* value_scales, f
         totals[1] = add(totals[1], low);
     }
     for (int term = 0; term < 2; ++term) weights.starts[term] = -128 * reduce_add(totals[term]);
-    weights.scale = is_zero ? 0.0f : highest / (127.0f * kTermSteps);
+    weights.scale = (is_zero ? 0.0f : highest / (127.0f * kTermSteps)) + flaw;
 }
 
 // The weighted sums of PARTS vectors of the values.

@@ -77,7 +77,7 @@ class KVSlots:
     """One sequence's cache as the ops see it.
 
     Attributes:
-        keys, values: as `Ops.new_kv` made them, already holding room for the rows of the call behind `length` and `pending`.
+        keys, values: as `Ops.new_kv` made them, with room for the rows of the call behind `length` and `pending`.
         length: committed slots; slot i holds position i.
         pending: the parents (-1: the committed past) of rows behind `length` that earlier calls stored, and that the
             rows of this call may descend from.
@@ -211,9 +211,7 @@ class Ops(ABC):
         for old, new in zip(source, target, strict=True):
             new[:, :, :count] = old[:, :, :count]
 
-    def move_slots(
-        self, kv: tuple[Array, Array], head_dim: int, source: Sequence[int], target: Sequence[int]
-    ) -> None:
+    def move_slots(self, kv: tuple[Array, Array], head_dim: int, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy slots of keys and values to others of the same; both ascend, no target is behind its source."""
         for array in kv:
             # Indexing by a list gathers into a new array, so overlapping slots are safe.
