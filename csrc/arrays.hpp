@@ -25,6 +25,11 @@ bool is_half(const Array& array) {
 }
 
 template <class Array>
+bool is_byte(const Array& array) {
+    return array.dtype() == nb::dlpack::dtype{static_cast<std::uint8_t>(nb::dlpack::dtype_code::UInt), 8, 1};
+}
+
+template <class Array>
 bool is_float(const Array& array) {
     return array.dtype() == nb::dlpack::dtype{static_cast<std::uint8_t>(nb::dlpack::dtype_code::Float), 32, 1};
 }

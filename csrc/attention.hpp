@@ -10,15 +10,17 @@
 
 #include "arrays.hpp"
 #include "kernels.hpp"
+#include "kv_bytes.hpp"
 
 namespace sakiyomi {
 
-// Keys and values of one sequence at one layer; element strides.
+// Keys and values of one sequence at one layer.
 struct KeyRows {
     void* keys;
     void* values;
-    std::int64_t head_stride, row_stride;
-    std::int64_t length;  // rows before the call's own
+    std::int64_t key_head_bytes, value_head_bytes;  // from head to head
+    std::int64_t row_stride;                        // of floats: elements from row to row
+    std::int64_t length;                            // rows before the call's own
 };
 
 struct RowView {
@@ -107,7 +109,7 @@ struct Attention {
     const Kernels* kernels;
     const RowPlan* plan;
     Heads heads;
-    bool is_half;
+    bool is_bytes;
     float scale;
     const float* queries;
     std::int64_t query_stride;
@@ -194,9 +196,10 @@ struct Attention {
                              view.chain < 0 ? nullptr : plan->chains.data() + view.chain,
                              window > 0 && position >= window ? position - window + 1 : 0, position};
         }
-        const std::int64_t base = group.kv_head * cache.head_stride * (is_half ? 2 : 4);
-        group.job = {group.rows, group.run.count, group.num_heads, heads.head_dim, static_cast<const char*>(cache.keys) + base,
-                     static_cast<const char*>(cache.values) + base, cache.row_stride, cache.length, 0, scale};
+        group.job = {group.rows, group.run.count, group.num_heads, heads.head_dim,
+                     static_cast<const char*>(cache.keys) + group.kv_head * cache.key_head_bytes,
+                     static_cast<const char*>(cache.values) + group.kv_head * cache.value_head_bytes, cache.row_stride,
+                     cache.length, 0, scale};
     }
 
     void attend_chunk(Group& group, std::int64_t begin, float* part) const {
@@ -207,7 +210,7 @@ struct Attention {
         }
         for (std::int64_t i = 0; i < group.run.count; ++i) group.rows[i].part = part + i * stride;
         group.job.begin = begin;
-        (is_half ? kernels->attend_half : kernels->attend_float)(&group.job);
+        (is_bytes ? kernels->attend_bytes : kernels->attend_float)(&group.job);
     }
 
     void clear(const Group& group, float* state) const {
@@ -301,12 +304,12 @@ struct Attention {
 // The caches of a call, checked against its rows.
 class Caches {
    public:
-    // keys, values: lists of [L, G, C, D] arrays, float16 or float32; lengths: committed slots.
+    // keys, values: lists of arrays, float32 [L, G, C, D] or uint8 [L, G, C / 32, bytes of a block]; lengths: committed slots.
     Caches(const nb::list& keys, const nb::list& values, const std::vector<std::int64_t>& lengths,
            const std::vector<std::int64_t>& bounds, const PendingRows& pending, std::int64_t num_kv_heads,
            std::int64_t head_dim);
 
-    bool is_half() const { return is_half_; }
+    bool is_bytes() const { return is_bytes_; }
     std::int64_t num_layers() const { return num_layers_; }
     std::size_t size() const { return entries_.size(); }
     std::vector<std::int64_t> lengths() const {
@@ -316,8 +319,12 @@ class Caches {
     }
     KeyRows at(std::size_t sequence, std::int64_t layer) const {
         const Entry& e = entries_[sequence];
-        const std::int64_t offset = layer * num_kv_heads_ * e.capacity * head_dim_ * (is_half_ ? 2 : 4);
-        return {e.keys + offset, e.values + offset, e.capacity * head_dim_, head_dim_, e.length};
+        const std::int64_t heads = layer * num_kv_heads_;
+        const std::int64_t key_bytes = e.capacity / kKeyBlock * key_block_bytes(head_dim_);
+        const std::int64_t value_bytes = e.capacity / kKeyBlock * value_block_bytes(head_dim_);
+        const std::int64_t float_bytes = e.capacity * head_dim_ * 4;
+        if (!is_bytes_) return {e.keys + heads * float_bytes, e.values + heads * float_bytes, float_bytes, float_bytes, head_dim_, e.length};
+        return {e.keys + heads * key_bytes, e.values + heads * value_bytes, key_bytes, value_bytes, 0, e.length};
     }
 
    private:
@@ -326,17 +333,60 @@ class Caches {
         char* values;
         std::int64_t capacity, length;
     };
-    bool is_half_ = true;
+    bool is_bytes_ = true;
     std::int64_t num_layers_ = INT64_MAX, num_kv_heads_, head_dim_;
     std::vector<Entry> entries_;
 };
 
-// Write one head of one row behind the cache's length, in the cache's precision.
-inline void store_head(const Kernels& kernels, bool is_half, void* target, const float* x, std::int64_t count) {
-    if (is_half)
-        kernels.to_half(x, count, static_cast<std::uint16_t*>(target));
-    else
-        __builtin_memcpy(target, x, static_cast<std::size_t>(count) * sizeof(float));
+// Keys or values of one head at one layer, as caches hold them.
+struct HeadSlots {
+    void* start;
+    std::int64_t head_dim;
+    bool is_bytes, is_value;
+
+    // Write a row in the cache's precision.
+    void put(const Kernels& kernels, std::int64_t slot, const float* x) const {
+        if (!is_bytes) {
+            __builtin_memcpy(static_cast<float*>(start) + slot * head_dim, x, static_cast<std::size_t>(head_dim) * sizeof(float));
+            return;
+        }
+        alignas(64) std::int8_t values[kMaxHeadDim];
+        std::uint8_t* bytes = static_cast<std::uint8_t*>(start);
+        if (is_value) {
+            const float scale = kernels.quantize_run(x, head_dim, values, nullptr);
+            put_value(bytes, slot, head_dim, values, scale);
+            return;
+        }
+        float scales[kMaxHeadDim / kGroup];
+        for (std::int64_t group = 0; group < num_groups(head_dim); ++group) {
+            const std::int64_t first = group * kGroup, count = std::min<std::int64_t>(kGroup, head_dim - first);
+            if (count < kGroup) __builtin_memset(values + first, 0, kGroup);
+            scales[group] = kernels.quantize_run(x + first, count, values + first, nullptr);
+        }
+        put_key(bytes, slot, head_dim, values, scales);
+    }
+
+    // The row as floats.
+    void get(std::int64_t slot, float* out) const {
+        if (!is_bytes) {
+            __builtin_memcpy(out, static_cast<const float*>(start) + slot * head_dim, static_cast<std::size_t>(head_dim) * sizeof(float));
+            return;
+        }
+        const std::uint8_t* bytes = static_cast<const std::uint8_t*>(start);
+        for (std::int64_t i = 0; i < head_dim; ++i) {
+            const std::int64_t group = i / kGroup * kKeyGroupBytes + key_place(slot, head_dim);
+            const std::int64_t at = is_value ? value_place(slot, i, head_dim) : group + i % kGroup / 4 * 64 + i % 4;
+            float scale;
+            __builtin_memcpy(&scale, bytes + (is_value ? value_scale_place(slot, head_dim) : group + 8 * 64), sizeof scale);
+            out[i] = scale * static_cast<float>(bytes[at] - 128);
+        }
+    }
+};
+
+inline HeadSlots head_slots(const KeyRows& cache, std::int64_t kv_head, std::int64_t head_dim, bool is_bytes, bool is_value) {
+    char* start = is_value ? static_cast<char*>(cache.values) + kv_head * cache.value_head_bytes
+                           : static_cast<char*>(cache.keys) + kv_head * cache.key_head_bytes;
+    return {start, head_dim, is_bytes, is_value};
 }
 
 }  // namespace sakiyomi

@@ -68,11 +68,19 @@ struct AttendJob {
     int64_t head_dim;
     const void* keys;
     const void* values;
-    int64_t key_stride;    // elements from row to row
+    int64_t key_stride;    // of floats: elements from row to row; bytes lie in blocks (kv_bytes.hpp)
     int64_t length;
     int64_t begin;
     float scale;
 };
+
+// A cache in 8 bits (kv_bytes.hpp).
+enum { kKeyGroupBytes = (kGroup + 4) * kLanes };  // 32 dimensions of 16 keys, and their scales
+constexpr int64_t num_groups(int64_t head_dim) { return (head_dim + kGroup - 1) / kGroup; }
+constexpr int64_t key_block_bytes(int64_t head_dim) { return kKeyBlock / kLanes * num_groups(head_dim) * kKeyGroupBytes; }
+constexpr int64_t value_block_bytes(int64_t head_dim) {
+    return ((head_dim + kLanes - 1) / kLanes * kLanes + 4) * kKeyBlock;
+}
 
 inline int64_t part_floats(int64_t head_dim) { return kPartHeader + (head_dim + kLanes - 1) / kLanes * kLanes; }
 
@@ -93,9 +101,9 @@ struct Kernels {
     void (*quantize)(const float* x, int64_t num_groups, uint8_t* out, int64_t row, int64_t num_rows);
     void (*rms_norm)(const float* x, const float* weight, float eps, int64_t width, float* out);
     void (*rope)(const float* x, const float* cosines, const float* sines, int64_t half, float* out);
-    void (*to_half)(const float* x, int64_t count, uint16_t* out);
-    void (*from_half)(const uint16_t* x, int64_t count, float* out);
-    void (*attend_half)(const AttendJob* job);
+    // Symmetric 8-bit values of a run of numbers, padded to whole lanes; returns their scale.
+    float (*quantize_run)(const float* x, int64_t count, int8_t* out, int32_t* sum);
+    void (*attend_bytes)(const AttendJob* job);
     void (*attend_float)(const AttendJob* job);
     // Joins a part with what the parts before it gave, in the same form; the order of the parts decides the bits.
     void (*join_part)(const float* part, int64_t head_dim, float* state);

@@ -3,5 +3,5 @@
 #include "kernels_impl.hpp"
 
 namespace sakiyomi {
-const Kernels kAvx2Kernels = SAKIYOMI_KERNELS("avx2", 3, linear_quantized, attend<uint16_t>);
+const Kernels kAvx2Kernels = SAKIYOMI_KERNELS("avx2", 3, linear_quantized);
 }  // namespace sakiyomi

@@ -4,6 +4,6 @@
 #include "linear_amx.hpp"
 
 namespace sakiyomi {
-const Kernels kAvx512Kernels = SAKIYOMI_KERNELS("avx512", 3, linear_quantized, attend<uint16_t>);
-const Kernels kAmxKernels = SAKIYOMI_KERNELS("amx", 3, linear_amx, attend<uint16_t>);
+const Kernels kAvx512Kernels = SAKIYOMI_KERNELS("avx512", 3, linear_quantized);
+const Kernels kAmxKernels = SAKIYOMI_KERNELS("amx", 3, linear_amx);
 }  // namespace sakiyomi

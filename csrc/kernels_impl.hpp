@@ -336,18 +336,6 @@ void rope(const float* x, const float* cosines, const float* sines, int64_t half
     }
 }
 
-void to_half(const float* x, int64_t count, uint16_t* out) {
-    const int64_t whole = count - count % kLanes, tail = count - whole;
-    for (int64_t i = 0; i < whole; i += kLanes) store_half(out + i, load(x + i));
-    if (tail) store_half_tail(out + whole, load_tail(x + whole, tail), tail);
-}
-
-void from_half(const uint16_t* x, int64_t count, float* out) {
-    const int64_t whole = count - count % kLanes, tail = count - whole;
-    for (int64_t i = 0; i < whole; i += kLanes) store(out + i, load(x + i));
-    if (tail) store_tail(out + whole, load_tail(x + whole, tail), tail);
-}
-
 // e^x for x clamped to [-86, 88]: x = n log 2 + r, a Taylor polynomial in r (error below 6e-9), n into the exponent.
 inline Vf exp_clamped(Vf x) {
     x = max(set1(-86.0f), min(set1(88.0f), x));
@@ -404,7 +392,7 @@ struct RowState {
     float largest[HEADS], total[HEADS];
 };
 
-// The keys and values of a block of positions in float, one padded row per position from `low` to `high`.
+// The keys and values of a block of positions, one padded row per position from `low` to `high`.
 struct KeyBlock {
     const float* keys;
     const float* values;
@@ -412,9 +400,8 @@ struct KeyBlock {
     int low, high;  // of 0 to kKeyBlock - 1
 };
 
-// A row of the cache in float, its tail filled with zeros.
-template <class Element>
-inline void copy_row(const Element* row, int64_t dim, float* out) {
+// A row, its tail filled with zeros.
+inline void copy_row(const float* row, int64_t dim, float* out) {
     const int64_t whole = dim - dim % kLanes;
     for (int64_t i = 0; i < whole; i += kLanes) store(out + i, load(row + i));
     if (whole < dim) store(out + whole, load_tail(row + whole, dim - whole));
@@ -520,12 +507,12 @@ inline int position_in_block(int64_t position, int64_t start) {
     return static_cast<int>(max_of(min_of(position - start, kKeyBlock - 1), 0));
 }
 
-// Blocks of positions start at multiples of kKeyBlock. One is converted once for all rows that see the same keys in it.
-template <class Element, int HEADS>
+// Blocks of positions start at multiples of kKeyBlock. One is copied once for all rows that see the same keys in it.
+template <int HEADS>
 void attend_heads(const AttendJob& job) {
     const int64_t dim = job.head_dim, padded = (dim + kLanes - 1) / kLanes * kLanes;
-    const Element* keys = static_cast<const Element*>(job.keys);
-    const Element* values = static_cast<const Element*>(job.values);
+    const float* keys = static_cast<const float*>(job.keys);
+    const float* values = static_cast<const float*>(job.values);
     alignas(64) float vectors[kAttendRows * HEADS * 2 * kMaxHeadDim];
     alignas(64) float block_keys[kKeyBlock * kMaxHeadDim], block_values[kKeyBlock * kMaxHeadDim];
     RowState<HEADS> states[kAttendRows];
@@ -558,7 +545,7 @@ void attend_heads(const AttendJob& job) {
         }
         for (int i = low; i <= high; ++i) {
             const int64_t at = (start + i) * job.key_stride, next = at + kKeyBlock * job.key_stride;
-            for (int64_t line = 0; start + kKeyBlock + i <= furthest && line < dim; line += 64 / static_cast<int>(sizeof(Element))) {
+            for (int64_t line = 0; start + kKeyBlock + i <= furthest && line < dim; line += 16) {
                 prefetch(keys + next + line);
                 prefetch(values + next + line);
             }
@@ -595,13 +582,12 @@ void attend_heads(const AttendJob& job) {
         }
 }
 
-template <class Element>
-void attend(const AttendJob* job) {
+void attend_float(const AttendJob* job) {
     switch (job->num_heads) {
-        case 1: return attend_heads<Element, 1>(*job);
-        case 2: return attend_heads<Element, 2>(*job);
-        case 3: return attend_heads<Element, 3>(*job);
-        default: return attend_heads<Element, 4>(*job);
+        case 1: return attend_heads<1>(*job);
+        case 2: return attend_heads<2>(*job);
+        case 3: return attend_heads<3>(*job);
+        default: return attend_heads<4>(*job);
     }
 }
 
@@ -627,11 +613,12 @@ void finish_attention(const float* state, int64_t head_dim, float* out) {
 
 }  // namespace
 
+#include "attend_impl.hpp"
 #include "choose_impl.hpp"
 
-#define SAKIYOMI_KERNELS(name, attend_setup, linear_quantized, attend_half)                                        \
+#define SAKIYOMI_KERNELS(name, attend_setup, linear_quantized)                                                     \
     {                                                                                                              \
-        name, attend_setup, linear_quantized, linear_dense, quantize, rms_norm, rope, to_half, from_half,          \
-            attend_half, attend<float>, join_part, finish_attention, silu_mul, add_rows, argmax, scan_blocks,      \
-            find_in_block, weigh_block, sum_blocks, guess_block, guess_total, draw_block, bound_block              \
+        name, attend_setup, linear_quantized, linear_dense, quantize, rms_norm, rope, quantize_run, attend_bytes,  \
+            attend_float, join_part, finish_attention, silu_mul, add_rows, argmax, scan_blocks, find_in_block,     \
+            weigh_block, sum_blocks, guess_block, guess_total, draw_block, bound_block                             \
     }

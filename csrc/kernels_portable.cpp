@@ -3,5 +3,5 @@
 #include "kernels_impl.hpp"
 
 namespace sakiyomi {
-const Kernels kPortableKernels = SAKIYOMI_KERNELS("portable", 3, linear_quantized, attend<uint16_t>);
+const Kernels kPortableKernels = SAKIYOMI_KERNELS("portable", 3, linear_quantized);
 }  // namespace sakiyomi

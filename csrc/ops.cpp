@@ -25,14 +25,18 @@ Caches::Caches(const nb::list& keys, const nb::list& values, const std::vector<s
           "keys, values, lengths and bounds must name the same number of sequences.");
     for (std::size_t s = 0; s < count; ++s) {
         const AnyArray k = nb::cast<AnyArray>(keys[s], false), v = nb::cast<AnyArray>(values[s], false);
-        check(k.ndim() == 4 && v.ndim() == 4 && k.dtype() == v.dtype(), "caches must be [L, G, C, D] of one type.");
-        for (std::size_t axis = 0; axis < 4; ++axis) check(k.shape(axis) == v.shape(axis), "keys and values differ in shape.");
+        check(k.ndim() == 4 && v.ndim() == 4 && k.dtype() == v.dtype(), "keys and values must have four axes and one type.");
+        check(is_byte(k) || is_float(k), "caches must be uint8 or float32.");
+        check(s == 0 || is_byte(k) == is_bytes_, "the caches of a call must share one precision.");
+        is_bytes_ = is_byte(k);
+        for (std::size_t axis = 0; axis < 3; ++axis) check(k.shape(axis) == v.shape(axis), "keys and values differ in shape.");
         check_equal("the number of heads of a cache", static_cast<std::int64_t>(k.shape(1)), num_kv_heads);
-        check_equal("the head width of a cache", static_cast<std::int64_t>(k.shape(3)), head_dim);
-        check(sakiyomi::is_half(k) || is_float(k), "caches must be float16 or float32.");
-        check(s == 0 || sakiyomi::is_half(k) == is_half_, "the caches of a call must share one precision.");
-        is_half_ = sakiyomi::is_half(k);
-        const std::int64_t layers = static_cast<std::int64_t>(k.shape(0)), capacity = static_cast<std::int64_t>(k.shape(2));
+        check_equal(is_bytes_ ? "the size of a block of keys" : "the head width of a cache", static_cast<std::int64_t>(k.shape(3)),
+                    is_bytes_ ? key_block_bytes(head_dim) : head_dim);
+        check_equal(is_bytes_ ? "the size of a block of values" : "the head width of a cache", static_cast<std::int64_t>(v.shape(3)),
+                    is_bytes_ ? value_block_bytes(head_dim) : head_dim);
+        const std::int64_t layers = static_cast<std::int64_t>(k.shape(0));
+        const std::int64_t capacity = static_cast<std::int64_t>(k.shape(2)) * (is_bytes_ ? kKeyBlock : 1);
         num_layers_ = layers < num_layers_ ? layers : num_layers_;
         const std::int64_t num_pending = static_cast<std::int64_t>(pending[s].size());
         const std::int64_t needed = lengths[s] + num_pending + bounds[s + 1] - bounds[s];
@@ -205,23 +209,37 @@ void store(HeadsIn k, HeadsIn v, const nb::list& keys, const nb::list& values, c
     const Caches caches(keys, values, lengths, bounds, pending, num_heads, dim);
     check(num_rows == 0 || (layer >= 0 && layer < caches.num_layers()), "the cache has no such layer.");
     const Kernels& kernel = kernels();
-    const std::int64_t size = caches.is_half() ? 2 : 4;
     nb::gil_scoped_release released;
     for (std::int64_t row = 0; row < num_rows; ++row) {
         const RowView& view = plan.rows[static_cast<std::size_t>(row)];
         const KeyRows cache = caches.at(static_cast<std::size_t>(view.sequence), layer);
-        for (std::int64_t head = 0; head < num_heads; ++head) {
-            const std::int64_t at = (head * cache.head_stride + (cache.length + view.index) * dim) * size;
-            const std::int64_t from = (row * num_heads + head) * dim;
-            for (const bool is_key : {true, false}) {
-                char* target = static_cast<char*>(is_key ? cache.keys : cache.values) + at;
-                float* copy = (is_key ? k_out : v_out).data() + from;
-                store_head(kernel, caches.is_half(), target, (is_key ? k : v).data() + from, dim);
-                if (caches.is_half())
-                    kernel.from_half(reinterpret_cast<const std::uint16_t*>(target), dim, copy);
-                else
-                    std::memcpy(copy, target, static_cast<std::size_t>(dim) * sizeof(float));
+        for (std::int64_t head = 0; head < num_heads; ++head)
+            for (const bool is_value : {false, true}) {
+                const std::int64_t from = (row * num_heads + head) * dim;
+                const HeadSlots slots = head_slots(cache, head, dim, caches.is_bytes(), is_value);
+                slots.put(kernel, cache.length + view.index, (is_value ? v : k).data() + from);
+                slots.get(cache.length + view.index, (is_value ? v_out : k_out).data() + from);
             }
+    }
+}
+
+// Rows of a cache in 8 bits to other slots, one after the other.
+void move_slots(Out<std::uint8_t, nb::ndim<4>> keys, Out<std::uint8_t, nb::ndim<4>> values, std::int64_t head_dim,
+                const std::vector<std::int64_t>& source, const std::vector<std::int64_t>& target) {
+    check(head_dim > 0 && head_dim <= kMaxHeadDim, "head_dim must be 1 to 512.");
+    check_equal("the size of a block of keys", size_of(keys, 3), key_block_bytes(head_dim));
+    check_equal("the size of a block of values", size_of(values, 3), value_block_bytes(head_dim));
+    for (std::size_t axis = 0; axis < 3; ++axis) check(keys.shape(axis) == values.shape(axis), "keys and values differ in shape.");
+    check(source.size() == target.size(), "each source needs a target.");
+    const std::int64_t num_slots = size_of(keys, 2) * kKeyBlock;
+    for (const auto& slots : {source, target})
+        for (const std::int64_t slot : slots) check(slot >= 0 && slot < num_slots, "a slot is outside the cache.");
+    for (std::int64_t head = 0; head < size_of(keys, 0) * size_of(keys, 1); ++head) {
+        std::uint8_t* head_keys = keys.data() + head * size_of(keys, 2) * size_of(keys, 3);
+        std::uint8_t* head_values = values.data() + head * size_of(values, 2) * size_of(values, 3);
+        for (std::size_t i = 0; i < source.size(); ++i) {
+            copy_key(head_keys, source[i], head_keys, target[i], head_dim);
+            copy_value(head_values, source[i], head_values, target[i], head_dim);
         }
     }
 }
@@ -262,7 +280,7 @@ void attend_cache(HeadsIn q, std::int64_t num_kv_heads, const nb::list& keys, co
     const Caches caches(keys, values, lengths, bounds, pending, num_kv_heads, attention.heads.head_dim);
     if (num_rows == 0) return;
     check(layer >= 0 && layer < caches.num_layers(), "the cache has no such layer.");
-    attention.is_half = caches.is_half();
+    attention.is_bytes = caches.is_bytes();
     std::vector<KeyRows> views;
     std::int64_t num_keys = 0;
     for (std::size_t s = 0; s < caches.size(); ++s) {
@@ -291,7 +309,7 @@ void attend_rows(HeadsIn q, HeadsIn k, HeadsIn v, In<std::int64_t, nb::ndim<1>> 
         check(columns.data()[i] >= 0 && columns.data()[i] < num_rows, "a row attends to a row that does not exist.");
     if (num_rows == 0) return;
     plan.chains.assign(columns.data(), columns.data() + size_of(columns, 0));
-    const KeyRows view{const_cast<float*>(k.data()), const_cast<float*>(v.data()), dim, num_kv_heads * dim, 0};
+    const KeyRows view{const_cast<float*>(k.data()), const_cast<float*>(v.data()), dim * 4, dim * 4, num_kv_heads * dim, 0};
     run_attention(attention, {view}, window, num_threads, size_of(columns, 0));
 }
 
@@ -343,6 +361,9 @@ void bind_ops(nanobind::module_& m) {
           arg("out").noconvert(), arg("threads"));
     m.def("store", &store, arg("k").noconvert(), arg("v").noconvert(), arg("keys"), arg("values"), arg("lengths"),
           arg("pending"), arg("layer"), arg("bounds"), arg("k_out").noconvert(), arg("v_out").noconvert());
+    m.def("key_block_bytes", &key_block_bytes, arg("head_dim"));
+    m.def("value_block_bytes", &value_block_bytes, arg("head_dim"));
+    m.def("move_slots", &move_slots, arg("keys").noconvert(), arg("values").noconvert(), arg("head_dim"), arg("source"), arg("target"));
     m.def("attend_cache", &attend_cache, arg("q").noconvert(), arg("num_kv_heads"), arg("keys"), arg("values"),
           arg("lengths"), arg("pending"), arg("layer"), arg("bounds"), arg("parents").noconvert().none(), arg("window"), arg("scale"),
           arg("out").noconvert(), arg("threads"));

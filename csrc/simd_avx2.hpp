@@ -45,21 +45,6 @@ inline Vf load(const uint16_t* p) {
     const __m128i* halves = reinterpret_cast<const __m128i*>(p);
     return {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
 }
-inline Vf load_tail(const uint16_t* p, int64_t n) {
-    uint16_t padded[16] = {0};
-    __builtin_memcpy(padded, p, static_cast<size_t>(n) * sizeof(uint16_t));
-    return load(padded);
-}
-inline void store_half(uint16_t* p, Vf a) {
-    __m128i* halves = reinterpret_cast<__m128i*>(p);
-    _mm_storeu_si128(halves, _mm256_cvtps_ph(a.lo, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-    _mm_storeu_si128(halves + 1, _mm256_cvtps_ph(a.hi, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-}
-inline void store_half_tail(uint16_t* p, Vf a, int64_t n) {
-    uint16_t padded[16];
-    store_half(padded, a);
-    __builtin_memcpy(p, padded, static_cast<size_t>(n) * sizeof(uint16_t));
-}
 
 inline Vf add(Vf a, Vf b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
 inline Vf sub(Vf a, Vf b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
@@ -101,6 +86,7 @@ inline Vf keep(Vf a) { return a; }
 inline float sqrt_scalar(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
 
 inline Vi zero_int() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline Vi set1_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 inline Vi add(Vi a, Vi b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
 inline int32_t reduce_add(Vi a) {
     const __m256i eight = _mm256_add_epi32(a.lo, a.hi);

@@ -24,12 +24,6 @@ inline Vf load_tail(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(fi
 inline void store(float* p, Vf a) { _mm512_storeu_ps(p, a); }
 inline void store_tail(float* p, Vf a, int64_t n) { _mm512_mask_storeu_ps(p, first_lanes(n), a); }
 inline Vf load(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
-inline Vf load_tail(const uint16_t* p, int64_t n) {
-    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(n), p));
-}
-inline __m256i narrow(Vf a) { return _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-inline void store_half(uint16_t* p, Vf a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(a)); }
-inline void store_half_tail(uint16_t* p, Vf a, int64_t n) { _mm256_mask_storeu_epi16(p, first_lanes(n), narrow(a)); }
 
 inline Vf add(Vf a, Vf b) { return _mm512_add_ps(a, b); }
 inline Vf sub(Vf a, Vf b) { return _mm512_sub_ps(a, b); }
@@ -73,6 +67,7 @@ inline Vf keep(Vf a) {
 inline float sqrt_scalar(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
 
 inline Vi zero_int() { return _mm512_setzero_si512(); }
+inline Vi set1_int(int32_t x) { return _mm512_set1_epi32(x); }
 inline Vi add(Vi a, Vi b) { return _mm512_add_epi32(a, b); }
 inline int32_t reduce_add(Vi a) { return _mm512_reduce_add_epi32(a); }
 inline Vi round_to_int(Vf a) {

@@ -53,22 +53,6 @@ inline Vf load(const uint16_t* p) {
     r.v3 = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 12)));
     return r;
 }
-inline Vf load_tail(const uint16_t* p, int64_t n) {
-    uint16_t padded[16] = {0};
-    __builtin_memcpy(padded, p, static_cast<size_t>(n) * sizeof(uint16_t));
-    return load(padded);
-}
-inline void store_half(uint16_t* p, Vf a) {
-    vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a.v0)));
-    vst1_u16(p + 4, vreinterpret_u16_f16(vcvt_f16_f32(a.v1)));
-    vst1_u16(p + 8, vreinterpret_u16_f16(vcvt_f16_f32(a.v2)));
-    vst1_u16(p + 12, vreinterpret_u16_f16(vcvt_f16_f32(a.v3)));
-}
-inline void store_half_tail(uint16_t* p, Vf a, int64_t n) {
-    uint16_t padded[16];
-    store_half(padded, a);
-    __builtin_memcpy(p, padded, static_cast<size_t>(n) * sizeof(uint16_t));
-}
 
 inline Vf add(Vf a, Vf b) {
     a.v0 = vaddq_f32(a.v0, b.v0);
@@ -158,6 +142,10 @@ inline float sqrt_scalar(float x) { return vget_lane_f32(vsqrt_f32(vdup_n_f32(x)
 inline Vi zero_int() {
     const int32x4_t zero = vdupq_n_s32(0);
     return {zero, zero, zero, zero};
+}
+inline Vi set1_int(int32_t x) {
+    const int32x4_t all = vdupq_n_s32(x);
+    return {all, all, all, all};
 }
 inline Vi add(Vi a, Vi b) {
     a.v0 = vaddq_s32(a.v0, b.v0);

@@ -48,15 +48,6 @@ inline Vf load(const uint16_t* p) {
     LANES r.v[i] = half_to_float(p[i]);
     return r;
 }
-inline Vf load_tail(const uint16_t* p, int64_t n) {
-    Vf r = set1(0.0f);
-    for (int64_t i = 0; i < n; ++i) r.v[i] = half_to_float(p[i]);
-    return r;
-}
-inline void store_half(uint16_t* p, Vf a) { LANES p[i] = float_to_half(a.v[i]); }
-inline void store_half_tail(uint16_t* p, Vf a, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) p[i] = float_to_half(a.v[i]);
-}
 
 inline Vf add(Vf a, Vf b) {
     LANES a.v[i] += b.v[i];
@@ -126,6 +117,11 @@ inline float sqrt_scalar(float x) { return sqrtf(x); }
 inline Vi zero_int() {
     Vi r;
     memset(r.v, 0, sizeof r.v);
+    return r;
+}
+inline Vi set1_int(int32_t x) {
+    Vi r;
+    LANES r.v[i] = x;
     return r;
 }
 inline Vi add(Vi a, Vi b) {

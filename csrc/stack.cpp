@@ -257,9 +257,7 @@ class Pass {
         const RowView& view = plan.rows[static_cast<std::size_t>(row)];
         const KeyRows& cache = views[view.sequence];
         const std::int64_t kv_head = (slot - heads.num_heads) % heads.num_kv_heads;
-        const std::int64_t at = kv_head * cache.head_stride + (cache.length + view.index) * dim;
-        char* target = static_cast<char*>(is_value ? cache.values : cache.keys) + at * (caches.is_half() ? 2 : 4);
-        store_head(kernels, caches.is_half(), target, head, dim);
+        head_slots(cache, kv_head, dim, caches.is_bytes(), is_value).put(kernels, cache.length + view.index, head);
     }
 
     Rows attend(const Layer& layer, const KeyRows* views, Team& team, int rank) const {
@@ -400,7 +398,7 @@ class DecoderStack {
         Pool::Lease lease(team_size);
         Workspace space;
         const std::int64_t copies = num_rows <= kMaxRepeatedRows ? team_size : 1;
-        Attention attention{&kernel, &plan, sizes_.heads, caches.is_half(),
+        Attention attention{&kernel, &plan, sizes_.heads, caches.is_bytes(),
                             static_cast<float>(1.0 / std::sqrt(static_cast<double>(dim))), nullptr, sizes_.qkv_width(),
                             nullptr, sizes_.attended_width()};
         attention.choose_items(team_size, caches.lengths());

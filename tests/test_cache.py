@@ -1,4 +1,4 @@
-"""KVCache against a plain list of positions, on numpy and torch arrays."""
+"""KVCache against a plain list of positions, on numpy and torch arrays, and on the blocks of the native kernels."""
 
 from __future__ import annotations
 
@@ -9,10 +9,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from byte_cache import unpack
 from sakiyomi.cache import KVCache
 from sakiyomi.errors import ParameterError
+from sakiyomi.ops.base import Ops, Past
 
 LAYERS, HEADS, WIDTH = 2, 3, 4
+
+
+def ops_with(new_kv):
+    """What a cache needs of its ops, with slots that are moved as ops do where they know no better."""
+    return SimpleNamespace(
+        new_kv=new_kv,
+        copy_slots=lambda *arguments: Ops.copy_slots(None, *arguments),
+        move_slots=lambda *arguments: Ops.move_slots(None, *arguments),
+    )
 
 
 def numpy_ops():
@@ -20,7 +31,7 @@ def numpy_ops():
         shape = (num_layers, num_kv_heads, capacity, head_dim)
         return np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
 
-    return SimpleNamespace(new_kv=new_kv)
+    return ops_with(new_kv)
 
 
 def torch_ops():
@@ -30,10 +41,23 @@ def torch_ops():
         shape = (num_layers, num_kv_heads, capacity, head_dim)
         return torch.full(shape, torch.nan), torch.full(shape, torch.nan)
 
-    return SimpleNamespace(new_kv=new_kv)
+    return ops_with(new_kv)
 
 
-BACKENDS = {"numpy": numpy_ops, "torch": torch_ops}
+def native_ops():
+    pytest.importorskip("sakiyomi._native")
+    from sakiyomi.ops.native import NativeOps
+
+    class Spoiled(NativeOps):
+        def new_kv(self, *shape_and_capacity):
+            keys, values = super().new_kv(*shape_and_capacity)
+            keys[:] = values[:] = 255  # scales that are no numbers
+            return keys, values
+
+    return Spoiled(threads=1)
+
+
+BACKENDS = {"numpy": numpy_ops, "torch": torch_ops, "native": native_ops}
 
 
 def new_cache(backend="numpy"):
@@ -44,6 +68,12 @@ def write(cache, tags):
     """What a forward pass does: room first, then rows behind the length. Every number of a row tells its tag."""
     cache.reserve(len(tags))
     slots = cache.slots()
+    if slots.keys.dtype == np.uint8:
+        offsets = np.arange(LAYERS)[:, None] * 10 + np.arange(HEADS)
+        for layer in range(LAYERS):
+            rows = (np.array(tags)[:, None] * 100 + offsets[layer])[..., None] * np.ones(WIDTH)
+            cache._ops.store(Past([slots], layer), rows.astype(np.float32), -rows.astype(np.float32), (0, len(tags)))
+        return
     assert slots.keys.shape[2] >= slots.length + len(tags)
     for index, tag in enumerate(tags):
         for layer in range(LAYERS):
@@ -56,7 +86,10 @@ def read(cache):
     """The tags of the committed positions; fails when a row is not whole."""
     slots = cache.slots()
     assert slots.length == cache.length
-    keys, values = np.asarray(slots.keys)[:, :, : cache.length], np.asarray(slots.values)[:, :, : cache.length]
+    kv = slots.keys, slots.values
+    if slots.keys.dtype == np.uint8:
+        kv = (np.rint(array) for array in unpack(*kv, WIDTH))
+    keys, values = (np.asarray(array)[:, :, : cache.length] for array in kv)
     tags = (keys[0, 0, :, 0] / 100).astype(int)
     offsets = np.arange(LAYERS)[:, None] * 10 + np.arange(HEADS)
     expected = np.broadcast_to((tags * 100 + offsets[:, :, None])[..., None], keys.shape)
@@ -113,7 +146,8 @@ def test_growth_doubles_and_keeps_positions(backend):
     first = cache.capacity
     write(cache, [61] * 10)
     assert cache.capacity == 2 * first
-    assert cache.num_bytes == 2 * LAYERS * HEADS * WIDTH * 4 * cache.capacity
+    row_bytes = 2 * WIDTH * 4 if backend != "native" else (2304 // 2 + (16 + 4) * 32) // 32
+    assert cache.num_bytes == LAYERS * HEADS * row_bytes * cache.capacity
     cache.keep([9])
     assert read(cache) == list(range(1, 62))
 
@@ -141,7 +175,7 @@ def test_leading_rows_are_kept_without_a_copy():
         keys, values = numpy_ops().new_kv(*shape_and_capacity)
         return keys.view(Watched), values.view(Watched)
 
-    cache = KVCache(SimpleNamespace(new_kv=new_kv), LAYERS, HEADS, WIDTH)
+    cache = KVCache(ops_with(new_kv), LAYERS, HEADS, WIDTH)
     write(cache, [1, 2, 3, 4, 5])
     copied.clear()
     cache.keep([0, 1, 2])
@@ -149,7 +183,7 @@ def test_leading_rows_are_kept_without_a_copy():
     cache.reserve(5)
     copied.clear()
     cache.keep([0, 1, 3])
-    assert [index[2] for index in copied] == [slice(5, 6), slice(5, 6)]
+    assert [index[2] for index in copied] == [[5], [5]]
 
 
 @pytest.mark.parametrize("path", [[3], [-1], [0, 0], [1, 0], [0, 1, 2, 3]])

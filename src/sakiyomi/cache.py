@@ -13,7 +13,7 @@ FIRST_CAPACITY = 64
 
 
 class KVCache:
-    """Keys and values [L, G, C, D] of one sequence, in arrays of `ops`; slot i holds position i.
+    """Keys and values of one sequence, in arrays of `ops`; slot i holds position i.
 
     A forward pass asks for room by `reserve(M)` and writes its M rows behind `length`; they stay pending until `keep`
     commits the ones that shall stay, or the next `reserve`, `truncate` or `keep` drops them.
@@ -107,10 +107,8 @@ class KVCache:
             in_place += 1
         if in_place < len(path):
             source = [self._length + row for row in path[in_place:]]
-            target = slice(self._length + in_place, self._length + len(path))
-            # Indexing by a list gathers into a new array, so overlapping slots are safe.
-            self._keys[:, :, target] = self._keys[:, :, source]
-            self._values[:, :, target] = self._values[:, :, source]
+            target = range(self._length + in_place, self._length + len(path))
+            self._ops.move_slots((self._keys, self._values), self._shape[2], source, target)
         self._length += len(path)
         self._num_pending = 0
         self._computed = None
@@ -131,7 +129,7 @@ class KVCache:
         """An independent copy of the committed positions."""
         copy = KVCache(self._ops, *self._shape, max_length=self._max_length)
         copy.reserve(self._length)
-        copy._copy_slots(self._keys, self._values, self._length)
+        copy._take_slots((self._keys, self._values), self._length)
         copy.keep(range(self._length))
         return copy
 
@@ -140,10 +138,9 @@ class KVCache:
         self._capacity = capacity
 
     def _grow(self, capacity: int, num_used: int) -> None:
-        keys, values = self._keys, self._values
+        kv = self._keys, self._values
         self._allocate(capacity)
-        self._copy_slots(keys, values, num_used)
+        self._take_slots(kv, num_used)
 
-    def _copy_slots(self, keys: Array, values: Array, length: int) -> None:
-        self._keys[:, :, :length] = keys[:, :, :length]
-        self._values[:, :, :length] = values[:, :, :length]
+    def _take_slots(self, kv: tuple[Array, Array], length: int) -> None:
+        self._ops.copy_slots(kv, (self._keys, self._values), length)

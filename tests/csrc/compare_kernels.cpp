@@ -1,5 +1,6 @@
 // Compares the NEON routines with the portable ones bit by bit: on 64-bit Arm both round alike. `make check-neon` compiles
 // this for that processor and runs it there or in an emulator.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -8,7 +9,9 @@
 #include <string>
 #include <vector>
 
+#include "half.hpp"
 #include "kernels.hpp"
+#include "kv_bytes.hpp"
 
 namespace {
 
@@ -62,20 +65,14 @@ std::string name_of(const char* what, std::initializer_list<std::int64_t> sizes)
 
 // ---------------------------------------------------------------------------------------------- products
 
-std::uint16_t half_bits(float x) {
-    std::uint16_t half;
-    kPortableKernels.to_half(&x, 1, &half);
-    return half;
-}
-
 std::vector<std::uint8_t> random_weights(Storage storage, std::int64_t num_blocks, std::int64_t num_groups, bool is_extreme) {
     std::vector<std::uint8_t> weights(static_cast<std::size_t>(num_blocks * num_groups * group_bytes(storage)));
     std::uint8_t* at = weights.data();
     for (std::int64_t group = 0; group < num_blocks * num_groups; ++group) {
         for (std::int64_t i = 0; i < value_bytes(storage); ++i) *at++ = is_extreme ? 255 : static_cast<std::uint8_t>(random_bits());
         std::uint16_t halves[2 * kLanes];
-        for (int i = 0; i < kLanes; ++i) halves[i] = half_bits(0.02f + random_float(0.01f));
-        for (int i = kLanes; i < 2 * kLanes; ++i) halves[i] = half_bits(random_float(1.0f));
+        for (int i = 0; i < kLanes; ++i) halves[i] = float_to_half(0.02f + random_float(0.01f));
+        for (int i = kLanes; i < 2 * kLanes; ++i) halves[i] = float_to_half(random_float(1.0f));
         std::memcpy(at, halves, sizeof halves);
         at += sizeof halves;
     }
@@ -159,22 +156,20 @@ void compare_rows() {
         }
 }
 
-void compare_halves() {
-    std::vector<std::uint16_t> halves;
-    for (std::uint32_t bits = 0; bits < 0x10000u; ++bits)
-        if ((bits & 0x7c00u) != 0x7c00u || (bits & 0x3ffu) == 0 || (bits & 0x200u)) halves.push_back(static_cast<std::uint16_t>(bits));
-    const std::int64_t count = static_cast<std::int64_t>(halves.size());
-    compare<float>("from_half", count, [&](const Kernels& k, float* out) { k.from_half(halves.data(), count, out); });
-    std::vector<float> floats;
-    for (std::uint64_t bits = 0; bits < 0x100000000u; bits += 9973) {
-        const std::uint32_t word = static_cast<std::uint32_t>(bits);
-        float value;
-        std::memcpy(&value, &word, sizeof value);
-        if (!std::isnan(value)) floats.push_back(value);
-    }
-    for (const float value : {65504.0f, 65519.99f, 65520.0f, 0x1p-24f, 0x1p-25f, 0x1.8p-24f, -0.0f, INFINITY}) floats.push_back(value);
-    const std::int64_t many = static_cast<std::int64_t>(floats.size());
-    compare<std::uint16_t>("to_half", many, [&](const Kernels& k, std::uint16_t* out) { k.to_half(floats.data(), many, out); });
+void compare_runs() {
+    for (const std::int64_t count : {1, 15, 16, 20, 32, 64, 80, 128, 512})
+        for (const float scale : {1.0f, 1e-20f, 1e20f, 1e-32f}) {
+            auto x = random_floats(count);
+            for (float& value : x) value *= scale;
+            compare<std::int8_t>(name_of("quantize_run", {count}), (count + kLanes - 1) / kLanes * kLanes + 8,
+                                 [&](const Kernels& k, std::int8_t* out) {
+                                     std::int32_t sum = 0;
+                                     const float own = k.quantize_run(x.data(), count, out, &sum);
+                                     std::int8_t* end = out + (count + kLanes - 1) / kLanes * kLanes;
+                                     std::memcpy(end, &own, sizeof own);
+                                     std::memcpy(end + 4, &sum, sizeof sum);
+                                 });
+        }
 }
 
 // ---------------------------------------------------------------------------------------------- attention
@@ -183,15 +178,25 @@ void compare_attention(std::int64_t dim, std::int64_t num_heads, std::int64_t nu
     const std::int64_t num_keys = length + num_rows;
     const auto keys = random_floats(num_keys * dim), values = random_floats(num_keys * dim);
     const auto queries = random_floats(num_rows * num_heads * dim);
-    std::vector<std::uint16_t> half_keys(keys.size()), half_values(values.size());
-    kPortableKernels.to_half(keys.data(), num_keys * dim, half_keys.data());
-    kPortableKernels.to_half(values.data(), num_keys * dim, half_values.data());
+    const std::int64_t num_blocks = num_keys / kKeyBlock + 1;
+    std::vector<std::uint8_t> byte_keys(static_cast<std::size_t>(num_blocks * key_block_bytes(dim)), 255);
+    std::vector<std::uint8_t> byte_values(static_cast<std::size_t>(num_blocks * value_block_bytes(dim)), 255);
+    for (std::int64_t slot = 0; slot < num_keys; ++slot) {
+        std::vector<std::int8_t> bytes(static_cast<std::size_t>(num_groups(dim) * kGroup));
+        std::vector<float> scales;
+        for (std::int64_t start = 0; start < dim; start += kGroup)
+            scales.push_back(kPortableKernels.quantize_run(keys.data() + slot * dim + start, std::min<std::int64_t>(kGroup, dim - start),
+                                                           bytes.data() + start, nullptr));
+        put_key(byte_keys.data(), slot, dim, bytes.data(), scales.data());
+        const float scale = kPortableKernels.quantize_run(values.data() + slot * dim, dim, bytes.data(), nullptr);
+        put_value(byte_values.data(), slot, dim, bytes.data(), scale);
+    }
     // Row r is a chain of its own of r / 2 + 1 drafted rows, itself the last.
     std::vector<std::vector<std::int32_t>> chains(static_cast<std::size_t>(num_rows));
     for (std::int32_t r = 0; r < num_rows; ++r)
         for (std::int32_t i = 0; i <= r / 2; ++i) chains[static_cast<std::size_t>(r)].push_back(i == r / 2 ? r : 2 * i);
-    for (const bool is_half : {true, false})
-        compare<float>(name_of(is_half ? "attend_half" : "attend_float", {dim, num_heads, num_rows, length, window}),
+    for (const bool is_bytes : {true, false})
+        compare<float>(name_of(is_bytes ? "attend_bytes" : "attend_float", {dim, num_heads, num_rows, length, window}),
                        num_rows * num_heads * dim, [&](const Kernels& kernels, float* out) {
                            const std::int64_t size = part_floats(dim);
                            std::vector<float> parts(static_cast<std::size_t>(num_rows * num_heads * size)), states(parts.size());
@@ -207,10 +212,10 @@ void compare_attention(std::int64_t dim, std::int64_t num_heads, std::int64_t nu
                            }
                            for (std::int64_t begin = 0; begin <= furthest; begin += kKeyChunk) {
                                const AttendJob job{rows.data(), num_rows, num_heads, dim,
-                                                   is_half ? static_cast<const void*>(half_keys.data()) : keys.data(),
-                                                   is_half ? static_cast<const void*>(half_values.data()) : values.data(), dim,
+                                                   is_bytes ? static_cast<const void*>(byte_keys.data()) : keys.data(),
+                                                   is_bytes ? static_cast<const void*>(byte_values.data()) : values.data(), dim,
                                                    length, begin, 1.0f / std::sqrt(static_cast<float>(dim))};
-                               (is_half ? kernels.attend_half : kernels.attend_float)(&job);
+                               (is_bytes ? kernels.attend_bytes : kernels.attend_float)(&job);
                                for (std::int64_t i = 0; i < num_rows * num_heads; ++i)
                                    kernels.join_part(parts.data() + i * size, dim, states.data() + i * size);
                            }
@@ -224,7 +229,7 @@ void compare_attention(std::int64_t dim, std::int64_t num_heads, std::int64_t nu
 int main() {
     compare_products();
     compare_rows();
-    compare_halves();
+    compare_runs();
     for (const std::int64_t dim : {20, 64, 80, 128})
         for (std::int64_t heads = 1; heads <= 4; ++heads)
             for (const std::int64_t rows : {1, 3, 8})

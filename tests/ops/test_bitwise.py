@@ -73,7 +73,9 @@ class Rows:
         self.ops, self.length = ops, length
         self.q, self.k, self.v = normal(rng, count, 6, dim), normal(rng, count, 2, dim), normal(rng, count, 2, dim)
         self.keys, self.values = ops.new_kv(1, 2, dim, length + count)
-        self.keys[:], self.values[:] = normal(rng, *self.keys.shape), normal(rng, *self.keys.shape)
+        self.keys[:], self.values[:] = 255, 255  # in bytes: scales that are no numbers
+        before = Past([KVSlots(self.keys, self.values, 0)])
+        ops.store(before, normal(rng, length, 2, dim), normal(rng, length, 2, dim), (0, length))
 
     def past(self, length: int) -> Past:
         return Past([KVSlots(self.keys, self.values, length)])
@@ -315,13 +317,13 @@ def test_stack_beside_other_sequences(rng: np.random.Generator, shape: dict[str,
 
 def test_stack_mistakes_raise() -> None:
     net = Net(NativeOps(threads=2))
-    slots, tokens = net.new_cache(4), np.zeros(5, int)
+    slots, tokens = net.new_cache(32), np.zeros(33, int)
     with pytest.raises(ValueError, match="too small"):
         net.run([(slots, tokens, None)])
     with pytest.raises(ValueError, match="too few layers"):
-        net.run([(KVSlots(*net.ops.new_kv(2, 2, 32, 8), 0), tokens, None)])
+        net.run([(KVSlots(*net.ops.new_kv(2, 2, 32, 40), 0), tokens, None)])
     with pytest.raises(ValueError, match="heads of a cache"):
-        net.run([(KVSlots(*net.ops.new_kv(3, 1, 32, 8), 0), tokens, None)])
+        net.run([(KVSlots(*net.ops.new_kv(3, 1, 32, 40), 0), tokens, None)])
     first, past, mask = np.zeros(1, np.int32), Past([slots]), Causal((0, 1))
     with pytest.raises(ValueError, match="width of x"):
         net.ops.decoder_stack(np.zeros((1, 32), np.float32), net.layers, net.spec, first, past, mask)

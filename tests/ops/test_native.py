@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from byte_cache import unpack
 from sakiyomi.cores import count_cores
 from sakiyomi.errors import MissingExtraError, ParameterError
 from sakiyomi.ops import native
@@ -38,6 +39,16 @@ def normal(rng: np.random.Generator, *shape: int) -> Any:
 def random_quantized(rng: np.random.Generator, n: int, k: int) -> Quantized:
     scales = rng.uniform(1e-4, 1e-2, (n, k // 32)).astype(np.float16)
     return Quantized(rng.integers(0, 256, (n, k), dtype=np.uint8), scales, (-scales * 120).astype(np.float16))
+
+
+def rounded_queries(q: Any) -> Any:
+    """What attention over bytes makes of queries [R, Q, D]: the same along D, its last group filled with zeros."""
+    num_rows, num_heads, dim = q.shape
+    if not num_rows:
+        return q
+    padded = np.zeros((num_rows * num_heads, -(-dim // 32) * 32), np.float32)
+    padded[:, :dim] = q.reshape(-1, dim)
+    return rounded_inputs(padded)[:, :dim].reshape(q.shape)
 
 
 def rounded_inputs(x: Any) -> Any:
@@ -192,6 +203,38 @@ def tree_paths(parents: list[int]) -> list[list[int]]:
 PARENTS = [-1, 0, 1, 1, 0, -1, 5, 2, 7, 3]
 
 
+class Filled:
+    """A cache of the second of two layers that holds a random prefix; what it holds not is no number."""
+
+    def __init__(
+        self, rng: np.random.Generator, ops: NativeOps, kv_heads: int, dim: int, length: int, room: int
+    ) -> None:
+        self.ops, self.length = ops, length
+        self.keys, self.values = ops.new_kv(2, kv_heads, dim, length + room)
+        self.keys[:], self.values[:] = 255, 255
+        if ops.dtype == "float32":
+            self.keys[:], self.values[:] = np.nan, np.nan
+        shape = (length, kv_heads, dim)
+        past = Past([KVSlots(self.keys, self.values, 0)], layer=1)
+        self.k, self.v = ops.store(past, normal(rng, *shape), normal(rng, *shape), (0, length))
+
+    @property
+    def slots(self) -> KVSlots:
+        return KVSlots(self.keys, self.values, self.length)
+
+    def seen(self, k: Any, v: Any) -> tuple[Any, Any]:
+        """All keys and values [C, G, D] once k and v are stored, as the cache holds them."""
+        return np.concatenate([self.k, k]), np.concatenate([self.v, v])
+
+
+def check_attention(ops: NativeOps, got: Any, q: Any, k: Any, v: Any, visible: list[Any]) -> None:
+    """Float32 rounds nothing; int8 rounds queries to 8 bits and the softmax's weights to 15."""
+    if ops.dtype == "int8":
+        np.testing.assert_allclose(got, plain_attention(rounded_queries(q), k, v, visible), atol=2e-4)
+    else:
+        np.testing.assert_allclose(got, plain_attention(q, k, v, visible), atol=3e-6)
+
+
 class TestAttend:
     @pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (4, 4), (5, 1), (12, 2)])
     @pytest.mark.parametrize("dim", [20, 64, 80, 128])
@@ -199,39 +242,43 @@ class TestAttend:
         self, rng: np.random.Generator, ops: NativeOps, heads: int, kv_heads: int, dim: int
     ) -> None:
         length, rows = 45, len(PARENTS)
-        keys, values = ops.new_kv(2, kv_heads, dim, length + rows + 3)
-        keys[:], values[:] = normal(rng, *keys.shape), normal(rng, *keys.shape)
-        past = Past([KVSlots(keys, values, length)], layer=1)
+        cache = Filled(rng, ops, kv_heads, dim, length, rows + 3)
+        past = Past([cache.slots], layer=1)
         q, k, v = normal(rng, rows, heads, dim), normal(rng, rows, kv_heads, dim), normal(rng, rows, kv_heads, dim)
         k, v = ops.store(past, k, v, (0, rows))
-        assert np.array_equal(keys[1, :, length : length + rows].astype(np.float32), k.transpose(1, 0, 2))
-        assert np.array_equal(values[1, :, length : length + rows].astype(np.float32), v.transpose(1, 0, 2))
-        all_keys, all_values = keys[1].transpose(1, 0, 2), values[1].transpose(1, 0, 2)
+        all_keys, all_values = cache.seen(k, v)
         for window in (None, 1, 7, 40, 1000):
             visible = [
                 ([*range(length)] + [length + node for node in path])[-(window or 10**6) :]
                 for path in tree_paths(PARENTS)
             ]
             got = ops.attend(q, k, v, past, Tree(np.array(PARENTS, np.int32), (0, rows)), window)
-            np.testing.assert_allclose(got, plain_attention(q, all_keys, all_values, visible), atol=3e-6)
+            check_attention(ops, got, q, all_keys, all_values, visible)
 
     def test_causal_over_caches_of_several_sequences(self, rng: np.random.Generator, ops: NativeOps) -> None:
-        lengths, bounds = [0, 33, 70], (0, 5, 5, 12)
-        slots = []
-        for length in lengths:
-            keys, values = ops.new_kv(1, 2, 32, length + 8)
-            keys[:], values[:] = normal(rng, *keys.shape), normal(rng, *keys.shape)
-            slots.append(KVSlots(keys, values, length))
+        bounds = (0, 5, 5, 12)
+        caches = [Filled(rng, ops, 2, 32, length, 8) for length in (0, 33, 170)]
         q, k, v = normal(rng, 12, 4, 32), normal(rng, 12, 2, 32), normal(rng, 12, 2, 32)
-        past = Past(slots)
+        past = Past([cache.slots for cache in caches], layer=1)
         k, v = ops.store(past, k, v, bounds)
         got = ops.attend(q, k, v, past, Causal(bounds))
-        for slot, start, stop in zip(slots, bounds, bounds[1:], strict=False):
-            visible = [list(range(slot.length + row + 1)) for row in range(stop - start)]
-            keys, values = slot.keys[0].transpose(1, 0, 2), slot.values[0].transpose(1, 0, 2)
-            np.testing.assert_allclose(
-                got[start:stop], plain_attention(q[start:stop], keys, values, visible), atol=3e-6
-            )
+        for cache, start, stop in zip(caches, bounds, bounds[1:], strict=False):
+            visible = [list(range(cache.length + row + 1)) for row in range(stop - start)]
+            own = slice(start, stop)
+            check_attention(ops, got[own], q[own], *cache.seen(k[own], v[own]), visible)
+
+    def test_one_key_outweighs_all_others_together(self, rng: np.random.Generator) -> None:
+        """As the first one often does: what is left for the others must not be rounded away."""
+        ops, length = NativeOps(threads=2), 400
+        cache = Filled(rng, ops, 1, 64, 0, length)
+        q, k, v = normal(rng, 1, 1, 64), normal(rng, length, 1, 64) * 0.05, normal(rng, length, 1, 64) + 3
+        k[0], v[0] = q[0] * (8 * 7.0 / (q[0] ** 2).sum()), -v[0]  # exp(7) times as much as each other one
+        past = Past([cache.slots], layer=1)
+        k, v = ops.store(past, k, v, (0, length))
+        last = Past([KVSlots(cache.keys, cache.values, length - 1)], layer=1)
+        got = ops.attend(q, k[-1:], v[-1:], last, Causal((0, 1)))
+        expected = plain_attention(rounded_queries(q), k, v, [list(range(length))])
+        np.testing.assert_allclose(got, expected, atol=1e-3)
 
     def test_without_a_cache(self, rng: np.random.Generator, ops: NativeOps) -> None:
         rows = 40
@@ -257,17 +304,56 @@ class TestAttend:
         visible = [list(range(max(0, row - 8), row + 1)) for row in range(50)]
         np.testing.assert_allclose(got, plain_attention(q, k, v, visible), atol=3e-6)
 
-    def test_half_precision_rounds_to_nearest_even(self) -> None:
+    @pytest.mark.parametrize("dim", [1, 20, 32, 64, 80, 128])
+    def test_bytes_are_as_near_as_bytes_can_be(self, rng: np.random.Generator, dim: int) -> None:
         ops = NativeOps(threads=1)
-        bits = np.arange(0, 2**32, 9973, dtype=np.uint64).astype(np.uint32)
-        x = bits.view(np.float32)
-        with np.errstate(over="ignore", invalid="ignore"):
-            x = x[np.isfinite(x.astype(np.float16))]
-        x = np.concatenate([x, np.array([65504, 65519.9, 2**-24, 2**-25, 6e-8, -0.0], np.float32)])
-        x = x[: len(x) // 20 * 20].reshape(-1, 1, 20)
-        keys, values = ops.new_kv(1, 1, 20, len(x))
-        ops.store(Past([KVSlots(keys, values, 0)]), x, x, (0, len(x)))
-        assert np.array_equal(keys[0, 0].view(np.uint16), x[:, 0].astype(np.float16).view(np.uint16))
+        keys, values = ops.new_kv(1, 2, dim, 90)
+        keys[:], values[:] = 0, 0
+        x = normal(rng, 90, 2, dim) * 10.0 ** rng.integers(-6, 6, (90, 2, 1))
+        x[3], x[40, 1] = 0, 1e-38
+        x = x.astype(np.float32)
+        k, v = ops.store(Past([KVSlots(keys, values, 0)]), x, x, (0, 90))
+        for rounded, width in ((k, 32), (v, dim)):
+            for start in range(0, dim, width):
+                part = slice(start, start + width)
+                largest = np.abs(x[..., part]).max(axis=2, keepdims=True)
+                assert (np.abs(rounded[..., part] - x[..., part]) <= largest / 253.9 + 1e-30).all()
+        unpacked = unpack(keys, values, dim)
+        for rounded, stored in zip((k, v), unpacked, strict=True):
+            assert np.array_equal(stored[0, :, :90].transpose(1, 0, 2), rounded)
+
+    @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+    def test_what_is_no_number_shows(self, rng: np.random.Generator, bad: float) -> None:
+        ops = NativeOps(threads=1)
+        for which in (0, 1):
+            keys, values = ops.new_kv(1, 1, 64, 40)
+            x = [normal(rng, 40, 1, 64), normal(rng, 40, 1, 64)]
+            x[which][7, 0, 33] = bad
+            past = Past([KVSlots(keys, values, 0)])
+            k, v = ops.store(past, *x, (0, 40))
+            with np.errstate(invalid="ignore"):
+                out = ops.attend(normal(rng, 40, 1, 64), k, v, past, Causal((0, 40)))
+            assert np.isfinite(out[:7]).all()
+            assert np.isnan(out[7:]).all(axis=1).all()
+
+    @pytest.mark.parametrize("dim", [20, 64])
+    def test_moved_slots_are_the_rows_stored_there(self, rng: np.random.Generator, dim: int) -> None:
+        ops = NativeOps(threads=1)
+        k, v = normal(rng, 120, 2, dim), normal(rng, 120, 2, dim)
+        for count in (1, 5, 40):
+            source = np.sort(rng.choice(np.arange(20, 120), count, replace=False)).tolist()
+            target = list(range(20, 20 + count))
+            moved, direct = (ops.new_kv(1, 2, dim, 120) for _ in range(2))
+            for array in (*moved, *direct):
+                array[:] = 0
+            ops.store(Past([KVSlots(*moved, 0)]), k, v, (0, 120))
+            ops.move_slots(moved, dim, source, target)
+            rows = [*range(20), *source]
+            ops.store(Past([KVSlots(*direct, 0)]), k[rows], v[rows], (0, len(rows)))
+            for one, other in zip(unpack(*moved, dim), unpack(*direct, dim), strict=True):
+                assert np.array_equal(one[:, :, : len(rows)], other[:, :, : len(rows)])
+        with pytest.raises(ValueError, match="outside"):
+            ops.move_slots(moved, dim, [128], [3])
 
 
 class TestMistakesRaise:
@@ -309,11 +395,11 @@ class TestMistakesRaise:
             ops.rope(normal(rng, 2, 2, 64), np.array([0], np.int32), np.ones(32, np.float32))
 
     def test_cache(self, rng: np.random.Generator, ops: NativeOps) -> None:
-        keys, values = ops.new_kv(2, 2, 32, 10)
+        keys, values = ops.new_kv(2, 2, 32, 64)
         q, k = normal(rng, 3, 4, 32), normal(rng, 3, 2, 32)
-        full, fine = Past([KVSlots(keys, values, 8)]), Past([KVSlots(keys, values, 7)])
+        full, fine = Past([KVSlots(keys, values, 62)]), Past([KVSlots(keys, values, 61)])
         for call in (lambda p: ops.store(p, k, k, (0, 3)), lambda p: ops.attend(q, k, k, p, Causal((0, 3)))):
-            with pytest.raises(ValueError, match="10 slots is too small for 11"):
+            with pytest.raises(ValueError, match="64 slots is too small for 65"):
                 call(full)
             with pytest.raises(ValueError, match="no such layer"):
                 call(fine.at(2))

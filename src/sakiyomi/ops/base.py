@@ -77,7 +77,7 @@ class KVSlots:
     """One sequence's cache as the ops see it.
 
     Attributes:
-        keys, values: [L, G, C, D], already holding room for the rows of the call behind `length` and `pending`.
+        keys, values: as `Ops.new_kv` made them, with room for the rows of the call behind `length` and `pending`.
         length: committed slots; slot i holds position i.
         pending: the parents (-1: the committed past) of rows behind `length` that earlier calls stored, and that the
             rows of this call may descend from.
@@ -220,7 +220,21 @@ class Ops(ABC):
 
     @abstractmethod
     def new_kv(self, num_layers: int, num_kv_heads: int, head_dim: int, capacity: int) -> tuple[Array, Array]:
-        """Keys and values [L, G, C, D] in the cache's precision; contents undefined."""
+        """Keys and values in the cache's precision; contents undefined.
+
+        They are [L, G, C, D], or what an implementation has in its place: others only hand them on.
+        """
+
+    def copy_slots(self, source: tuple[Array, Array], target: tuple[Array, Array], count: int) -> None:
+        """Copy the first slots of keys and values to those of others."""
+        for old, new in zip(source, target, strict=True):
+            new[:, :, :count] = old[:, :, :count]
+
+    def move_slots(self, kv: tuple[Array, Array], head_dim: int, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy slots of keys and values to others of the same; both ascend, no target is behind its source."""
+        for array in kv:
+            # Indexing by a list gathers into a new array, so overlapping slots are safe.
+            array[:, :, list(target)] = array[:, :, list(source)]
 
     # ---- operations
 

@@ -42,6 +42,8 @@ except ImportError:
 Floats: TypeAlias = npt.NDArray[np.float32]
 
 MAX_THREADS = 256
+KEY_BLOCK = 32
+"""Positions of a cache in 8 bits that lie together."""
 ROPE_BLOCK = 1024
 _LARGEST_HALF = 65504.0
 _MAX_STACKS = 16
@@ -155,9 +157,22 @@ class NativeOps(Ops):
     def new_kv(
         self, num_layers: int, num_kv_heads: int, head_dim: int, capacity: int
     ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        shape = (num_layers, num_kv_heads, capacity, head_dim)
-        dtype = np.float16 if self.dtype == "int8" else np.float32
-        return np.empty(shape, dtype), np.empty(shape, dtype)
+        if self.dtype == "float32":
+            shape = (num_layers, num_kv_heads, capacity, head_dim)
+            return np.empty(shape, np.float32), np.empty(shape, np.float32)
+        blocks = (num_layers, num_kv_heads, -(-capacity // KEY_BLOCK))
+        keys = np.empty((*blocks, _native.key_block_bytes(head_dim)), np.uint8)
+        return keys, np.empty((*blocks, _native.value_block_bytes(head_dim)), np.uint8)
+
+    def copy_slots(self, source: tuple[Any, Any], target: tuple[Any, Any], count: int) -> None:
+        is_blocks = self.dtype == "int8"
+        super().copy_slots(source, target, -(-count // KEY_BLOCK) if is_blocks else count)
+
+    def move_slots(self, kv: tuple[Any, Any], head_dim: int, source: Sequence[int], target: Sequence[int]) -> None:
+        if self.dtype == "float32":
+            super().move_slots(kv, head_dim, source, target)
+        else:
+            _native.move_slots(*kv, head_dim, list(source), list(target))
 
     # ---- operations
 
