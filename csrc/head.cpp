@@ -178,6 +178,9 @@ struct Desk {
     std::vector<Found> found;
     std::vector<std::int32_t> chosen;
     std::int64_t num_decided = 0;
+
+    const Found& at(std::int64_t row) const { return found[static_cast<std::size_t>(row)]; }
+    Found& at(std::int64_t row) { return found[static_cast<std::size_t>(row)]; }
 };
 
 // One search: what its threads share.
@@ -194,7 +197,6 @@ struct Search {
     std::vector<float> surely;   // a logit of each row
     std::vector<Desk> desks;
 
-    std::int64_t num_shares() const { return sakiyomi::num_shares(weight.num_blocks()); }
     bool is_left_out(std::int64_t row) const { return lengths[static_cast<std::size_t>(row)] < 0; }
 
     // What the second term adds to any output of a share at most.
@@ -211,9 +213,8 @@ struct Search {
         float* largest = maxima.data() + share * num_rows;
         const bool has_nan = kernel.scan_blocks(desk.sums, num_rows, largest);
         for (std::int64_t row = 0; row < num_rows; ++row) {
-            Found& found = desk.found[static_cast<std::size_t>(row)];
-            found.see_peak(largest[row], share);
-            if (has_nan) found.has_nan |= !is_within(desk.sums + row * kShareOutputs, width, kInfinity);
+            desk.at(row).see_peak(largest[row], share);
+            if (has_nan) desk.at(row).has_nan |= !is_within(desk.sums + row * kShareOutputs, width, kInfinity);
         }
     }
 
@@ -221,7 +222,7 @@ struct Search {
     void decide_peak(std::int64_t row, Desk& desk) {
         if (is_left_out(row)) return;
         Found all;
-        for (const Desk& one : desks) all.see_peak(one.found[static_cast<std::size_t>(row)].peak, one.found[static_cast<std::size_t>(row)].peak_share);
+        for (const Desk& one : desks) all.see_peak(one.at(row).peak, one.at(row).peak_share);
         peak_shares[static_cast<std::size_t>(row)] = all.peak_share;
         desk.chosen.assign(1, static_cast<std::int32_t>(row));
         decide_chosen(all.peak_share, desk);
@@ -258,7 +259,7 @@ struct Search {
         add_both_terms(kernel, weight, needed, second, share, desk.sums);
         const std::int64_t width = outputs_of_share(job_of_share(job, share, nullptr));
         for (std::int64_t i = 0; i < count; ++i)
-            desk.found[static_cast<std::size_t>(desk.chosen[static_cast<std::size_t>(i)])].see(desk.sums + i * kShareOutputs, width, share * kShareOutputs);
+            desk.at(desk.chosen[static_cast<std::size_t>(i)]).see(desk.sums + i * kShareOutputs, width, share * kShareOutputs);
         desk.num_decided += count;
     }
 
@@ -267,7 +268,7 @@ struct Search {
         const LinearJob here = job_of_share(job, share, desk.sums);
         run_share_job(kernel, weight, here);
         for (std::int64_t row = 0; row < num_rows; ++row)
-            desk.found[static_cast<std::size_t>(row)].see(desk.sums + row * kShareOutputs, outputs_of_share(here), share * kShareOutputs);
+            desk.at(row).see(desk.sums + row * kShareOutputs, outputs_of_share(here), share * kShareOutputs);
     }
 };
 
@@ -309,11 +310,12 @@ std::int64_t best_ids(Matrix x, const PackedWeight& weight, In<float, nb::ndim<1
     const void* inputs = is_quantized ? static_cast<const void*>(first.bytes) : normed;
     Search search{kernel, weight, new_norms ? new_norms.get() : weight.share_norms.get(), num_rows, first, rest,
                   linear_job(weight, inputs, width * 4, num_rows, nullptr, nullptr, nullptr, 0),
-                  std::vector<float>(rows_size), std::vector<float>(is_quantized ? rows_size * static_cast<std::size_t>(num_shares) : 0),
-                  std::vector<std::int64_t>(rows_size), std::vector<float>(rows_size), {}};
+                  std::vector<float>(rows_size), {}, std::vector<std::int64_t>(rows_size), std::vector<float>(rows_size), {}};
+    if (is_quantized) search.maxima.resize(rows_size * static_cast<std::size_t>(num_shares));
     for (int rank = 0; rank < team_size; ++rank) {
         std::uint8_t* own = of_ranks + rank * rank_bytes;
-        search.desks.push_back({reinterpret_cast<float*>(own), own + sums_bytes, own + sums_bytes + term_bytes, std::vector<Found>(rows_size), {}, 0});
+        search.desks.push_back({reinterpret_cast<float*>(own), own + sums_bytes, own + sums_bytes + term_bytes,
+                                std::vector<Found>(rows_size), {}, 0});
         search.desks.back().chosen.reserve(rows_size);
     }
 
@@ -321,14 +323,17 @@ std::int64_t best_ids(Matrix x, const PackedWeight& weight, In<float, nb::ndim<1
         mark(Phase::kHead);
         Desk& desk = search.desks[static_cast<std::size_t>(rank)];
         if (new_norms)
-            team.share(rank, num_shares, [&](std::int64_t share) { new_norms[static_cast<std::size_t>(share)] = norm_of_share(kernel, weight, share); });
+            team.share(rank, num_shares, [&](std::int64_t share) {
+                new_norms[static_cast<std::size_t>(share)] = norm_of_share(kernel, weight, share);
+            });
         team.share(rank, num_rows, [&](std::int64_t row) {
             float* values = normed + row * width;
             kernel.rms_norm(x.data() + row * width, norm.data(), eps, width, values);
             if (!is_quantized) return;
             first.write(kernel, row, values, 0, width);
             quantize_rest(kernel, first, rest, row, values, left + row * width);
-            search.lengths[static_cast<std::size_t>(row)] = is_within(values, width, kLargestInput) ? norm_of_row(rest, row) : -1.0f;
+            const bool is_sound = is_within(values, width, kLargestInput);
+            search.lengths[static_cast<std::size_t>(row)] = is_sound ? norm_of_row(rest, row) : -1.0f;
         });
         if (!is_quantized) {
             team.share(rank, num_shares, [&](std::int64_t share) { search.see_share(share, desk); });
@@ -363,6 +368,6 @@ std::int64_t best_ids(Matrix x, const PackedWeight& weight, In<float, nb::ndim<1
 void bind_head(nanobind::module_& m) {
     using namespace sakiyomi;
     using nb::arg;
-    m.def("best_ids", &best_ids, arg("x").noconvert(), arg("weight"), arg("norm").noconvert(), arg("eps"), arg("ids").noconvert(),
-          arg("threads"), arg("bounds").noconvert().none() = nb::none());
+    m.def("best_ids", &best_ids, arg("x").noconvert(), arg("weight"), arg("norm").noconvert(), arg("eps"),
+          arg("ids").noconvert(), arg("threads"), arg("bounds").noconvert().none() = nb::none());
 }

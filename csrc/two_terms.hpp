@@ -43,8 +43,8 @@ inline void run_share_job(const Kernels& kernel, const PackedWeight& weight, con
 }
 
 // Both terms of one share of a product, added up in `sums` [rows][kShareOutputs].
-inline void add_both_terms(const Kernels& kernel, const PackedWeight& weight, const LinearJob& whole, const std::uint8_t* rest,
-                           std::int64_t share, float* sums) {
+inline void add_both_terms(const Kernels& kernel, const PackedWeight& weight, const LinearJob& whole,
+                           const std::uint8_t* rest, std::int64_t share, float* sums) {
     LinearJob job = job_of_share(whole, share, sums);
     run_share_job(kernel, weight, job);
     job.inputs = rest;
@@ -55,10 +55,10 @@ inline void add_both_terms(const Kernels& kernel, const PackedWeight& weight, co
 
 // The same, written to the job's outputs. These lie a whole head apart from row to row, so that few sets of a cache and a
 // page each would hold them: hence the sums, which are written once.
-inline void run_both_terms(const Kernels& kernel, const PackedWeight& weight, const LinearJob& job, const std::uint8_t* rest,
-                           std::int64_t share, float* sums) {
+inline void run_both_terms(const Kernels& kernel, const PackedWeight& weight, const LinearJob& job,
+                           const std::uint8_t* rest, std::int64_t share, float* sums) {
     add_both_terms(kernel, weight, job, rest, share, sums);
-    const std::int64_t left = job.num_outputs - share * kShareOutputs, width = left < kShareOutputs ? left : kShareOutputs;
+    const std::int64_t width = outputs_of_share(job_of_share(job, share, sums));
     for (std::int64_t row = 0; row < job.num_rows; ++row)
         std::memcpy(job.outputs + share * kShareOutputs + row * job.output_stride, sums + row * kShareOutputs,
                     static_cast<std::size_t>(width) * sizeof(float));
