@@ -37,7 +37,7 @@ from sakiyomi.assemble import LoadedModel, ModelOptions, load_model
 from sakiyomi.decode import prefill
 from sakiyomi.drafters.none import NoneDrafter
 from sakiyomi.models.native import NativeModel
-from sakiyomi.types import Cache, DrafterContext, Sequence, Span
+from sakiyomi.types import Cache, DrafterContext, Output, Sequence, Span
 
 sys.path.insert(0, str(Path(__file__).parent))
 from peers import make_ids  # a script beside this one
@@ -165,13 +165,27 @@ class Ours:
         self.caches: dict[int, Cache] = {}
 
     def ask(self, request: Request) -> list[float]:
-        actions = {"forward": self._forward, "decode": self._decode, "prompt": self._prompt}
+        actions: dict[str, Callable[..., list[float]]] = {
+            "verify": self._verify,
+            "forward": self._forward,
+            "decode": self._decode,
+            "prompt": self._prompt,
+        }
         return actions[request["do"]](**{key: value for key, value in request.items() if key != "do"})
 
     def one_pass(self, rows: int, context: int) -> None:
-        """A chain of `rows` rows behind `context` positions, and the best id of each row."""
-        span = Span(self._at(context), make_ids(rows), range(-1, rows - 1), range(rows))
-        self.model.forward([span])[0].argmax()
+        """A chain of `rows` rows behind `context` positions, and the best id of each row: greedy verification."""
+        self._run(rows, context).argmax()
+
+    def one_pass_with_logits(self, rows: int, context: int) -> None:
+        """The same with the logits of each row, as sampling needs them."""
+        output = self._run(rows, context)
+        for i in range(rows):
+            output.row(i)
+        output.argmax()
+
+    def _run(self, rows: int, context: int) -> Output:
+        return self.model.forward([Span(self._at(context), make_ids(rows), range(-1, rows - 1), range(rows))])[0]
 
     def count_work(self, rows: int, context: int) -> tuple[float, float]:
         """Bytes that a pass must read (weights, keys and values), and its int8 operations (all matrices)."""
@@ -183,9 +197,13 @@ class Ours:
         num_bytes = sum(matrix.num_bytes for matrix in matrices) + per_position * (context + rows)
         return float(num_bytes), 2.0 * rows * sum(n * k for n, k in (matrix.shape for matrix in matrices))
 
-    def _forward(self, rows: int, context: int, repeats: int) -> list[float]:
+    def _verify(self, rows: int, context: int, repeats: int) -> list[float]:
         self._at(context)
         return [_timed(lambda: self.one_pass(rows, context)) for _ in range(repeats)]
+
+    def _forward(self, rows: int, context: int, repeats: int) -> list[float]:
+        self._at(context)
+        return [_timed(lambda: self.one_pass_with_logits(rows, context)) for _ in range(repeats)]
 
     def _decode(self, prompt: int, tokens: int) -> list[float]:
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
@@ -229,6 +247,8 @@ class PeerProcess:
             raise
 
     def ask(self, request: Request) -> list[float] | None:
+        if request["do"] == "verify":
+            return None  # peers have one call, which makes the logits
         if self.is_slow and "repeats" in request:
             request = request | {"repeats": 1}
         assert self.process.stdin is not None
@@ -278,10 +298,9 @@ class Plan:
         for context in self.contexts:
             for rows in self.rows:
                 repeats = self.repeats if rows <= 16 else max(1, self.repeats // 3)
-                yield (
-                    forward_key(rows, context),
-                    {"do": "forward", "rows": rows, "context": context, "repeats": repeats},
-                )
+                shape = {"rows": rows, "context": context, "repeats": repeats}
+                yield verify_key(rows, context), {"do": "verify"} | shape
+                yield forward_key(rows, context), {"do": "forward"} | shape
         for prompt in self.prompts:
             yield f"decode {prompt}", {"do": "decode", "prompt": prompt, "tokens": self.tokens}
         yield f"prompt {self.first}", {"do": "prompt", "prompt": self.first}
@@ -291,7 +310,13 @@ FULL = Plan(ROWS, CONTEXTS)
 QUICK = Plan(QUICK_ROWS, CONTEXTS, tokens=32, rounds=3, repeats=3, batch_tokens=16, starts=1, long_context=None)
 
 
+def verify_key(rows: int, context: int) -> str:
+    """A pass that finds the best id of each row."""
+    return f"verify {rows} at {context}"
+
+
 def forward_key(rows: int, context: int) -> str:
+    """A pass that makes the logits of each row."""
     return f"forward {rows} at {context}"
 
 
@@ -330,7 +355,7 @@ def run_rounds(engines: Seq[Engine], plan: Plan, meter: MachineMeter) -> Times:
     tasks = list(plan.requests())
     for engine in engines:  # caches are filled and code is warm before anything counts
         for _, request in tasks:
-            if request["do"] == "forward":
+            if request["do"] in ("verify", "forward"):
                 engine.ask(request | {"repeats": 1})
     for number in range(plan.rounds):
         meter.measure()
@@ -534,7 +559,7 @@ def check_requirements(results: Results) -> list[Check]:
     checks.append(compare("2", f"{eight}, time over {llama}", (ours, eight), (llama, eight), 0.3, is_minimum=False))
     for context, limits in COST_LIMITS.items():
         for rows, limit in limits.items():
-            many, one = (ours, forward_key(rows, context)), (ours, forward_key(1, context))
+            many, one = (ours, verify_key(rows, context)), (ours, verify_key(1, context))
             checks.append(compare("2", f"v({rows})/v(1) at {context}", many, one, limit, is_minimum=False))
     prompt = "prompt 512"
     checks.append(compare("3", f"{prompt}, speed over {llama}", (llama, prompt), (ours, prompt), 1, is_minimum=True))
@@ -573,6 +598,8 @@ FORWARD_HEAD = (
     "ms",
     "best ms",
     "v(M)/v(1)",
+    "logits ms",
+    "logits v(M)/v(1)",
     "MB",
     "GB/s",
     "GOP/s",
@@ -586,15 +613,19 @@ FORWARD_HEAD = (
 def forward_row(ours: Ours, results: Results, rows: int, context: int) -> list[object]:
     num_bytes, operations = ours.count_work(rows, context)
     machine, times = results.machine, results.times
-    seconds = times.median(ours.name, forward_key(rows, context))
+    here, one, logits = verify_key(rows, context), verify_key(1, context), forward_key(rows, context)
+    seconds = times.median(ours.name, here)
     assert seconds is not None
     limit = max(num_bytes / machine.read_gb_s, operations / machine.int8_gop_s) * 1e-9
     shape = results.profiles[f"{rows} at {context}"]
-    ratio = times.ratio((ours.name, forward_key(rows, context)), (ours.name, forward_key(1, context)))
+    costs = [
+        *(1000 * seconds, _ms(times.best(ours.name, here)), times.ratio((ours.name, here), (ours.name, one))),
+        _ms(times.median(ours.name, logits)),
+        times.ratio((ours.name, logits), (ours.name, forward_key(1, context))),
+    ]
     rates = [num_bytes / 1e6, num_bytes / seconds / 1e9, operations / seconds / 1e9]
     shares = [100 * limit / seconds, 100 * shape.sync / shape.total, 100 * shape.python / shape.total]
-    best = _ms(times.best(ours.name, forward_key(rows, context)))
-    return [context, rows, 1000 * seconds, best, ratio, *rates, 1000 * limit, *shares]
+    return [context, rows, *costs, *rates, 1000 * limit, *shares]
 
 
 def peer_rows(times: Times, peers: Seq[str], tasks: Seq[str]) -> list[list[object]]:
@@ -734,7 +765,12 @@ def show(plan: Plan, ours: Ours, results: Results) -> None:
     names = list(results.peers)
     head = ["task", "ours ms", *(column for name in names for column in (f"{name} ms", "ratio"))]
     print(f"\n{plan.tokens} tokens per decoding; a ratio is the peer's time over ours\n")
-    print(table(head, peer_rows(results.times, names, [task for task, _ in plan.requests()])))
+    print(
+        table(
+            head,
+            peer_rows(results.times, names, [task for task, request in plan.requests() if request["do"] != "verify"]),
+        )
+    )
     print(f"\n64 sequences: {results.batch_tokens_s:.0f} tokens/s")
     print(f"second start: {start.seconds:.2f} s to the first token", end=", ")
     print(f"{start.resident_mb:.0f} MB resident, {start.peak_mb:.0f} MB at most")

@@ -38,11 +38,14 @@ float quantize_run(const float* x, int64_t count, int8_t* out, int32_t* sum) {
     return (is_zero ? 0.0f : most / 127.0f) + reduce_add(flaw);
 }
 
+// What takes back that bytes are 128 too large; it wraps, since what rounding makes of a nan is no small number.
+inline int32_t start_for(int32_t sum) { return static_cast<int32_t>(static_cast<uint32_t>(sum) * 0xffffff80u); }
+
 template <int HEADS>
 struct ByteQueries {
     alignas(64) int8_t values[HEADS][kMaxHeadDim];
     float scales[HEADS][kMaxGroups];    // times the scale of the scores
-    int32_t starts[HEADS][kMaxGroups];  // takes back that bytes of keys are 128 too large
+    int32_t starts[HEADS][kMaxGroups];
 
     ByteQueries(const float* queries, int64_t dim, float scale) {
         for (int h = 0; h < HEADS; ++h)
@@ -50,7 +53,7 @@ struct ByteQueries {
                 const int64_t start = group * kGroup, count = min_of(kGroup, dim - start);
                 if (count < kGroup) __builtin_memset(values[h] + start, 0, kGroup);
                 scales[h][group] = scale * quantize_run(queries + h * dim + start, count, values[h] + start, &starts[h][group]);
-                starts[h][group] *= -128;
+                starts[h][group] = start_for(starts[h][group]);
             }
     }
 };
@@ -162,7 +165,7 @@ inline void weigh_scores(const Seen& seen, const uint8_t* const* value_scales, f
         totals[0] = add(totals[0], high);
         totals[1] = add(totals[1], low);
     }
-    for (int term = 0; term < 2; ++term) weights.starts[term] = -128 * reduce_add(totals[term]);
+    for (int term = 0; term < 2; ++term) weights.starts[term] = start_for(reduce_add(totals[term]));
     weights.scale = (is_zero ? 0.0f : highest / (127.0f * kTermSteps)) + flaw;
 }
 

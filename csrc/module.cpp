@@ -6,6 +6,7 @@ namespace nb = nanobind;
 void bind_choose(nb::module_&);
 void bind_weights(nb::module_&);
 void bind_ops(nb::module_&);
+void bind_head(nb::module_&);
 void bind_stack(nb::module_&);
 void bind_suffix(nb::module_&);
 void bind_speculator(nb::module_&);
@@ -15,6 +16,7 @@ NB_MODULE(_native, m) {
     bind_choose(m);
     bind_weights(m);
     bind_ops(m);
+    bind_head(m);
     bind_stack(m);
     bind_suffix(m);
     bind_speculator(m);

@@ -12,6 +12,7 @@
 #include "dispatch.hpp"
 #include "kernels.hpp"
 #include "parallel.hpp"
+#include "two_terms.hpp"
 #include "weights.hpp"
 
 namespace sakiyomi {
@@ -61,12 +62,6 @@ std::int64_t size_of(const Array& array, std::size_t axis) {
     return static_cast<std::int64_t>(array.shape(axis));
 }
 
-// Small work is not worth waking a thread.
-int threads_for(int num_threads, std::int64_t num_operations) {
-    const std::int64_t useful = num_operations / 32768 + 1;
-    return useful < num_threads ? static_cast<int>(useful) : num_threads;
-}
-
 // body(begin, end) over `count` items on as many threads as the work deserves.
 template <class Body>
 void for_items(int num_threads, std::int64_t count, std::int64_t operations_per_item, Body body) {
@@ -77,43 +72,6 @@ void for_items(int num_threads, std::int64_t count, std::int64_t operations_per_
         const Range mine = split(count, rank, team.size());
         body(mine.begin, mine.end);
     });
-}
-
-// What rounding row `row` to 8 bits left over, rounded again, as row `row` of `rest`. `left` has room for a row.
-void quantize_rest(const Kernels& kernel, const QuantizedRows& rows, const QuantizedRows& rest, std::int64_t row,
-                   const float* x, float* left) {
-    const std::int64_t group_size = input_group_bytes(rows.num_rows);
-    for (std::int64_t group = 0; group < rows.width / kGroup; ++group) {
-        const std::uint8_t* record = rows.bytes + group * group_size;
-        const std::int8_t* values = reinterpret_cast<const std::int8_t*>(record) + row * kGroup;
-        const float scale = reinterpret_cast<const float*>(record + rows.num_rows * kGroup)[row];
-        for (int i = 0; i < kGroup; ++i)
-            left[group * kGroup + i] = x[group * kGroup + i] - scale * static_cast<float>(values[i]);
-    }
-    rest.write(kernel, row, left, 0, rows.width);
-}
-
-// One share of both terms of a product. Outputs of rows lie a whole head apart, so that few sets of a cache and a page each
-// would hold them: both terms are added up in `sums` [rows][kShareBlocks * kLanes] and written once.
-void run_both_terms(const Kernels& kernel, const PackedWeight& weight, LinearJob job, const std::uint8_t* rest,
-                    std::int64_t share, float* sums) {
-    constexpr std::int64_t kWidth = kShareBlocks * kLanes;
-    const std::int64_t first = share * kShareBlocks, left = job.num_outputs - share * kWidth;
-    const std::int64_t width = left < kWidth ? left : kWidth, num_blocks = (width + kLanes - 1) / kLanes;
-    float* out = job.outputs + share * kWidth;
-    const std::int64_t out_stride = job.output_stride;
-    job.weights += first * job.block_bytes;
-    job.num_outputs = left;
-    if (job.bias != nullptr) job.bias += share * kWidth;
-    job.outputs = sums;
-    job.output_stride = kWidth;
-    run_linear(kernel, weight, job, 0, num_blocks);
-    job.inputs = rest;
-    job.bias = nullptr;
-    job.residual = sums;
-    run_linear(kernel, weight, job, 0, num_blocks);
-    for (std::int64_t row = 0; row < job.num_rows; ++row)
-        std::memcpy(out + row * out_stride, sums + row * kWidth, static_cast<std::size_t>(width) * sizeof(float));
 }
 
 // `is_fine`: inputs of a quantized weight keep 16 bits, as two terms of 8; the second adds to the first's outputs while

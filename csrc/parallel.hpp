@@ -70,6 +70,12 @@ class Gate {
     std::condition_variable awake_;
 };
 
+// Small work is not worth waking a thread.
+inline int threads_for(int num_threads, std::int64_t num_operations) {
+    const std::int64_t useful = num_operations / 32768 + 1;
+    return useful < num_threads ? static_cast<int>(useful) : num_threads;
+}
+
 struct Range {
     std::int64_t begin, end;
 };

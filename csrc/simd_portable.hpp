@@ -124,23 +124,24 @@ inline Vi set1_int(int32_t x) {
     LANES r.v[i] = x;
     return r;
 }
+// Sums wrap: what rounding makes of a nan is no small number.
 inline Vi add(Vi a, Vi b) {
-    LANES a.v[i] += b.v[i];
+    LANES a.v[i] = static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) + static_cast<uint32_t>(b.v[i]));
     return a;
 }
 inline int32_t reduce_add(Vi a) {
-    int32_t r = 0;
-    LANES r += a.v[i];
-    return r;
+    uint32_t r = 0;
+    LANES r += static_cast<uint32_t>(a.v[i]);
+    return static_cast<int32_t>(r);
 }
 // Adding 1.5 * 2^23 leaves the nearest integer (ties to even) in the low bits of the sum.
 inline Vi round_to_int(Vf a) {
     Vi r;
     LANES {
         const float shifted = a.v[i] + 12582912.0f;
-        int32_t bits;
+        uint32_t bits;
         memcpy(&bits, &shifted, sizeof bits);
-        r.v[i] = bits - 0x4b400000;
+        r.v[i] = static_cast<int32_t>(bits - 0x4b400000u);
     }
     return r;
 }

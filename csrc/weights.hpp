@@ -33,6 +33,7 @@ struct PackedWeight {
     Storage storage = Storage::kFloats;
     std::int64_t num_outputs = 0, num_inputs = 0;
     SlabBytes bytes;
+    mutable std::unique_ptr<float[]> share_norms;  // head.cpp's; read and set by whoever has the pool
 
     PackedWeight(Storage storage, std::int64_t n, std::int64_t k);                      // zeroed memory of its own
     PackedWeight(Storage storage, std::int64_t n, std::int64_t k, const std::uint8_t* packed);  // borrowed memory

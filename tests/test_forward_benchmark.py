@@ -63,6 +63,8 @@ def test_a_whole_run(forward: ModuleType, ours: Any, tmp_path: Path, capsys: pyt
         peer.close()
     assert {len(rounds) for rounds in results.times.rounds["sakiyomi"].values()} == {2}
     assert results.times.rounds["llama-cpp Q8_0"]["forward 4 at 16"] == [1.0, 1.0]
+    assert "verify 4 at 16" in results.times.rounds["sakiyomi"]
+    assert "verify 4 at 16" not in results.times.rounds["llama-cpp Q8_0"]
     assert "prompt 20" not in results.times.rounds["llama-cpp Q8_0"]
     assert set(results.profiles) == {"plain step", "1 at 16", "4 at 16", "1 at 32", "4 at 32", "8 at 32"}
     forward.show(plan, ours, results)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from sakiyomi.decode import prefill, step
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.drafters.none import NoneDrafter
 from sakiyomi.drafters.planted import PlantedDrafter
+from sakiyomi.ops.native import NativeOps
 from sakiyomi.text.detokenizer import Detokenizer
 from sakiyomi.text.stops import TextStream
 from sakiyomi.tree import Draft
@@ -176,3 +179,30 @@ def test_the_end_of_the_context(loaded: LoadedModel, model_path: Path, prompt: l
     output = LLM.from_loaded(short, drafter=drafter).generate(prompt, SamplingParams(temperature=0, max_tokens=None))[0]
     assert output.outputs[0].token_ids == answer[:7]
     assert output.outputs[0].finish_reason == "length"
+
+
+def test_best_ids_are_those_of_the_logits(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind each place of a text, and in trees of random tokens; few outputs of the head need both terms."""
+    inputs, whole = [], NativeOps.best_ids
+
+    def record(ops: NativeOps, x: np.ndarray, *rest: Any) -> np.ndarray:
+        inputs.append((x, *rest))
+        return whole(ops, x, *rest)
+
+    monkeypatch.setattr(NativeOps, "best_ids", record)
+    model, rng = loaded.model, np.random.default_rng(0)
+    ids = loaded.tokenizer.encode(Path(__file__).read_text(encoding="utf-8"))[:384]
+    cache = model.new_cache()
+    model.forward([Span(cache, ids[:64], range(-1, 63))])
+    cache.keep(range(64))
+    spans = [Span(model.new_cache(), ids, range(-1, 383), range(384))]
+    for size in (1, 2, 5, 8, 17, 40):
+        parents = [int(rng.integers(-1, i)) for i in range(size)]
+        spans.append(Span(cache, rng.integers(0, model.info.vocab_size, size).tolist(), parents, range(size)))
+    for span in spans:
+        output = model.forward([span])[0]
+        assert output.argmax() == [int(output.row(i).argmax()) for i in range(len(span.tokens))]
+    count = import_module("sakiyomi._native").best_ids
+    counts = [count(x, head, norm, eps, np.empty(len(x), np.int64), 1) for x, norm, eps, head in inputs]
+    assert len(counts) == len(spans)
+    assert sum(counts) < 0.03 * sum(len(span.tokens) for span in spans) * model.info.vocab_size / 64

@@ -12,7 +12,7 @@ from weakref import WeakSet
 
 from sakiyomi.cache import KVCache
 from sakiyomi.errors import ParameterError
-from sakiyomi.models.packing import make_room, own_caches, pack_spans, split_result
+from sakiyomi.models.packing import AskedRows, make_room, own_caches, pack_spans, split_result
 from sakiyomi.models.stages import run_in_stages
 from sakiyomi.nets.decoder import Decoder, DecoderConfig
 from sakiyomi.ops.base import Ops
@@ -47,7 +47,7 @@ class DecoderModel:
             try:
                 if self._is_cut or any(span.computed is not None for span in spans):
                     return list(run_in_stages(self.decoder, spans, packed, caches, notes=self._is_cut))
-                logits, taps = self.decoder.forward(
+                states, taps = self.decoder.forward(
                     packed.token_ids,
                     packed.positions,
                     make_room(caches, spans),
@@ -55,12 +55,13 @@ class DecoderModel:
                     packed.logit_rows,
                     packed.taps,
                 )
+                rows = None if states is None else AskedRows.of_states(self.decoder, states)
             except BaseException:
                 # Rows of a pass that broke off (an interrupt, no memory) must never be committed.
                 for span in spans:
                     span.cache.keep(())
                 raise
-        return list(split_result(self.decoder.ops, spans, packed, logits, taps))
+        return list(split_result(self.decoder.ops, spans, packed, rows, taps))
 
     def shallow(self, num_layers: int, skip: Collection[int] = ()) -> Self:
         """The same model cut after its first layers, with final norm and head, sharing weights.

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from sakiyomi.cache import KVCache
 from sakiyomi.errors import ContextLengthError, ParameterError
+from sakiyomi.nets.decoder import Decoder
 from sakiyomi.ops.base import Ops, Past, Tree
-from sakiyomi.sampling.choose import choose
+from sakiyomi.sampling.choose import choose, takes_the_best
 from sakiyomi.tree import Computed
 from sakiyomi.types import Array, History, ModelInfo, Span
 
@@ -63,37 +65,97 @@ def pack_spans(spans: Sequence[Span], info: ModelInfo) -> PackedSpans:
     )
 
 
+class AskedRows:
+    """The rows of a pass that the head is for, span under span: what it makes of them is made once, for all of them.
+
+    Logits are made when the first row of them is asked for. Where the best ids are enough, the ops may find these
+    faster without.
+    """
+
+    def __init__(
+        self, ops: Ops, make_logits: Callable[[], Array], find_best: Callable[[], Array] | None = None
+    ) -> None:
+        self.ops = ops
+        self._make_logits = make_logits
+        self._find_best = find_best
+        self._logits: Array | None = None
+        self._best: list[int] | None = None
+
+    @classmethod
+    def of_logits(cls, ops: Ops, logits: Array) -> AskedRows:
+        """Rows whose logits [R, V], in arrays of `ops`, are there already."""
+        return cls(ops, lambda: logits)
+
+    @classmethod
+    def of_states(cls, decoder: Decoder, states: Array) -> AskedRows:
+        """Rows given by the states [R, H] behind a decoder's last layer."""
+        if decoder.ops.has_best_ids:
+            return cls(decoder.ops, partial(decoder.logits, states), partial(decoder.best_ids, states))
+        return cls.of_logits(decoder.ops, decoder.logits(states))
+
+    @property
+    def logits(self) -> Array:
+        """All logits [R, V]."""
+        if self._logits is None:
+            self._logits = self._make_logits()
+        return self._logits
+
+    def find_best(self, i: int) -> int | None:
+        """The lowest id of the largest logit of the i-th row, or None where only the logits can tell."""
+        if self._find_best is None or self._logits is not None:
+            return None
+        if self._best is None:
+            self._best = self._find_best().tolist()
+        token = self._best[i]
+        return token if token >= 0 else None
+
+
 class SpanOutput:
     """Result of a forward pass for one span (`types.Output`): rows become numpy arrays when they are asked for.
 
     Args:
-        logits: [len(span.logit_rows), V] in arrays of `ops`, or None.
-        taps: [M, T * H] in arrays of `ops`, or None.
+        rows: the asked rows of the pass, of which those from `first` to `end` - 1 are the span's own; None: it asked
+            for none.
+        taps: [M, T * H] in arrays of the ops, or None.
         computed: of a shallow model: what it has made of the rows.
     """
 
-    def __init__(self, ops: Ops, logits: Array | None, taps: Array | None, computed: Computed | None = None) -> None:
-        self._ops = ops
-        self._logits = logits
+    def __init__(
+        self, rows: AskedRows | None, first: int, end: int, taps: Array | None, computed: Computed | None = None
+    ) -> None:
+        self._rows = rows
+        self._first = first
+        self._end = end
         self.taps = taps
         self.computed = computed
 
     def row(self, i: int) -> npt.NDArray[np.float32]:
         """Logits [V] of the i-th asked row."""
-        return self._ops.to_numpy(self._asked()[i])
+        rows = self._asked()
+        return rows.ops.to_numpy(rows.logits[range(self._first, self._end)[i]])
 
     def argmax(self) -> list[int]:
         """The lowest id with the largest logit, for each asked row."""
-        return [] if self._logits is None else [int(token) for token in self._ops.argmax(self._logits)]
+        if self._rows is None:
+            return []
+        best = [self._rows.find_best(i) for i in range(self._first, self._end)]
+        known = [token for token in best if token is not None]
+        if len(known) == len(best):
+            return known
+        return [int(token) for token in self._rows.ops.argmax(self._rows.logits[self._first : self._end])]
 
     def choose(self, i: int, history: History) -> int:
         """The token that plain decoding chooses from the i-th asked row."""
+        if takes_the_best(history) and history.params.logprobs is None:
+            token = self._asked().find_best(range(self._first, self._end)[i])
+            if token is not None:
+                return token
         return int(choose(self.row(i), history))
 
-    def _asked(self) -> Array:
-        if self._logits is None:
+    def _asked(self) -> AskedRows:
+        if self._rows is None:
             raise ParameterError("this span asked for no logits; name the rows in logit_rows.")
-        return self._logits
+        return self._rows
 
 
 def own_caches(spans: Sequence[Span], num_layers: int, num_kv_heads: int, head_dim: int) -> list[KVCache]:
@@ -119,21 +181,16 @@ def make_room(caches: Sequence[KVCache], spans: Sequence[Span]) -> Past:
 
 
 def split_result(
-    ops: Ops, spans: Sequence[Span], packed: PackedSpans, logits: Array | None, taps: Array | None
+    ops: Ops, spans: Sequence[Span], packed: PackedSpans, rows: AskedRows | None, taps: Array | None
 ) -> list[SpanOutput]:
-    """One output per span from the logits [len(packed.logit_rows), V] and taps [R, T * H] of the call."""
+    """One output per span from the asked rows and the taps [R, T * H] of the call."""
     outputs = []
-    first_logit = 0
+    first = 0
     for span, start, stop in zip(spans, packed.bounds, packed.bounds[1:], strict=False):
-        next_logit = first_logit + len(span.logit_rows)
-        outputs.append(
-            SpanOutput(
-                ops,
-                None if logits is None or next_logit == first_logit else logits[first_logit:next_logit],
-                None if taps is None or not span.taps else _own_taps(ops, span.taps, packed.taps, taps[start:stop]),
-            )
-        )
-        first_logit = next_logit
+        end = first + len(span.logit_rows)
+        own_taps = None if taps is None or not span.taps else _own_taps(ops, span.taps, packed.taps, taps[start:stop])
+        outputs.append(SpanOutput(rows if end > first else None, first, end, own_taps))
+        first = end
     return outputs
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sakiyomi.cache import KVCache
-from sakiyomi.models.packing import PackedSpans, SpanOutput
+from sakiyomi.models.packing import AskedRows, PackedSpans, SpanOutput
 from sakiyomi.nets.decoder import Decoder
 from sakiyomi.ops.base import Past, Tree
 from sakiyomi.tree import Computed
@@ -153,15 +153,15 @@ def _make_outputs(decoder: Decoder, states: Sequence[Array], parts: Sequence[_Pa
         state[[row - part.first for row in part.span.logit_rows]] for part, state in zip(parts, states, strict=True)
     ]
     asked = ops.stack(rows)
-    logits = decoder.logits(asked, range(len(asked))) if len(asked) else None
+    shared = AskedRows.of_states(decoder, asked) if len(asked) else None
     outputs = []
-    seen = 0
+    first = 0
     for part in parts:
-        count = len(part.span.logit_rows)
-        own = None if logits is None or not count else logits[seen : seen + count]
+        end = first + len(part.span.logit_rows)
         taps = ops.concat([part.taps[tap] for tap in part.span.taps]) if part.span.taps else None
-        outputs.append(SpanOutput(ops, own, taps, _note(decoder, part) if notes else None))
-        seen += count
+        note = _note(decoder, part) if notes else None
+        outputs.append(SpanOutput(shared if end > first else None, first, end, taps, note))
+        first = end
     return outputs
 
 

@@ -204,15 +204,16 @@ class Decoder:
             token_ids, positions: int32 [R].
             past: the sequences' caches with room for the rows, or None.
             mask: which rows see which.
-            logit_rows: rows whose logits are wanted; the head runs over no others.
+            logit_rows: rows that the head shall run over (`logits`, `best_ids`).
             taps: layer numbers t, ascending: the hidden state after t layers (0: the embedding).
 
         Returns:
-            Logits [len(logit_rows), V] and taps [R, T * H], each None when not asked for.
+            The states behind the last layer [len(logit_rows), H] and taps [R, T * H], each None when not asked for.
         """
         x, kept = self.run(self.embed(token_ids), 0, self.config.num_layers, positions, past, mask, taps)
-        logits = self.logits(x, logit_rows) if len(logit_rows) else None
-        return logits, self.ops.concat(kept) if kept else None
+        if len(logit_rows) < len(x):
+            x = x[list(logit_rows)] if len(logit_rows) else None
+        return x, self.ops.concat(kept) if kept else None
 
     def embed(self, token_ids: npt.NDArray[np.int32]) -> Array:
         """What goes into the first layer: ids [R] -> [R, H]."""
@@ -250,10 +251,13 @@ class Decoder:
             kept |= dict(zip(inside, tapped, strict=True))
         return x, [kept.get(tap, x) for tap in taps]
 
-    def logits(self, x: Array, rows: Sequence[int]) -> Array:
-        """Logits [len(rows), V] of chosen rows of x [R, H], the state after the last layer."""
-        wanted = x if len(rows) == len(x) else x[list(rows)]
-        return self.ops.normed_logits(wanted, self.norm, self.config.eps, self.head)
+    def logits(self, x: Array) -> Array:
+        """Logits [R, V] of states [R, H] behind the last layer."""
+        return self.ops.normed_logits(x, self.norm, self.config.eps, self.head)
+
+    def best_ids(self, x: Array) -> npt.NDArray[np.int64]:
+        """The ids [R] of their largest logits (`Ops.best_ids`)."""
+        return self.ops.best_ids(x, self.norm, self.config.eps, self.head)
 
     def shallow(self, num_layers: int, skip: Collection[int] = ()) -> Decoder:
         """The first layers without those in `skip`, with the final norm and the head, sharing all weights."""

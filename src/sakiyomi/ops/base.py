@@ -199,6 +199,8 @@ class Ops(ABC):
     name: str
     is_bit_exact: bool = False
     """Whether each row's result is the same bits whatever is computed beside it."""
+    has_best_ids: bool = False
+    """Whether `best_ids` costs less than `normed_logits`, so that logits are not made before somebody asks for them."""
 
     # ---- arrays and weights
 
@@ -257,6 +259,11 @@ class Ops(ABC):
     def normed_logits(self, x: Array, norm: Array, eps: float, head: Weight) -> Array:
         """`logits` of `rms_norm` of x."""
         return self.logits(self.rms_norm(x, norm, eps), head)
+
+    def best_ids(self, x: Array, norm: Array, eps: float, head: Weight) -> npt.NDArray[np.int64]:
+        """`argmax` of `normed_logits` [R]; -1 where only the logits can tell, since there may be a nan among them."""
+        logits = self.to_numpy(self.normed_logits(x, norm, eps, head))
+        return np.where(logits.max(axis=1) > -np.inf, logits.argmax(axis=1), -1)
 
     @abstractmethod
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:

@@ -96,6 +96,7 @@ class NativeOps(Ops):
 
     name = "native"
     is_bit_exact = True
+    has_best_ids = True
 
     def __init__(
         self,
@@ -200,6 +201,12 @@ class NativeOps(Ops):
         out = np.empty((len(x), head.shape[0]), np.float32)
         _native.linear(_floats(x), head, None, out, self.threads, True, norm, eps)
         return out
+
+    def best_ids(self, x: Floats, norm: Floats, eps: float, head: Any) -> npt.NDArray[np.int64]:
+        """The first term of the inputs over the whole head, both where the largest logit may be (csrc/head.cpp)."""
+        ids = np.empty(len(x), np.int64)
+        _native.best_ids(_floats(x), head, norm, eps, ids, self.threads)
+        return ids
 
     def rms_norm(self, x: Floats, weight: Floats, eps: float) -> Floats:
         rows = _floats(x)

@@ -265,6 +265,11 @@ def depends_on_ids(history: History) -> bool:
     return bool(_is_too_short(history) or params.logit_bias or params.has_penalties)
 
 
+def takes_the_best(history: History) -> bool:
+    """Whether `choose` takes the largest of the logits as they are."""
+    return history.params.is_greedy and not depends_on_ids(history)
+
+
 def _is_too_short(history: History) -> bool:
     return history.position - history.num_prompt < history.params.min_tokens
 

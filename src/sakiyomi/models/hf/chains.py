@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicCache
 from sakiyomi.errors import ParameterError
 from sakiyomi.models.hf.calls import Caller, copy_state, count_bytes
 from sakiyomi.models.hf.trees import FOREIGN_CACHE, check_distinct, check_length, check_path
-from sakiyomi.models.packing import SpanOutput, check_span
+from sakiyomi.models.packing import AskedRows, SpanOutput, check_span
 from sakiyomi.ops.torch import TorchOps
 from sakiyomi.types import DraftShape, ModelInfo, Output, Span
 
@@ -177,7 +177,8 @@ class _SpanRun:
         self._cache.pending = self._pending
         logits = [self._logits[row][:vocab_size] for row in span.logit_rows]
         taps = [self._taps[row] for row in range(len(span.tokens))] if span.taps else None
-        return SpanOutput(ops, torch.stack(logits) if logits else None, None if taps is None else torch.stack(taps))
+        rows = AskedRows.of_logits(ops, torch.stack(logits)) if logits else None
+        return SpanOutput(rows, 0, len(logits), None if taps is None else torch.stack(taps))
 
     def _run_rows(self) -> None:
         cache = self._cache

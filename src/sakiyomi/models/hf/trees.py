@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer as WindowLayer
 
 from sakiyomi.errors import ParameterError
 from sakiyomi.models.hf.calls import Caller
-from sakiyomi.models.packing import PackedSpans, pack_spans, split_result
+from sakiyomi.models.packing import AskedRows, PackedSpans, pack_spans, split_result
 from sakiyomi.ops.torch import TorchOps
 from sakiyomi.types import DraftShape, ModelInfo, Output, Span
 
@@ -77,9 +77,8 @@ class TreeRunner:
         )
         if any(not layer.is_written for layer in layers if isinstance(layer, _PackedLayer)):
             raise ParameterError("this model leaves out layers of its cache, which cannot be kept then.")
-        if logits is not None:
-            logits = logits[:, : info.vocab_size]
-        return split_result(self._ops, spans, packed, logits, taps)
+        rows = None if logits is None else AskedRows.of_logits(self._ops, logits[:, : info.vocab_size])
+        return split_result(self._ops, spans, packed, rows, taps)
 
     def _mask(self, caches: Sequence[TreeCache], packed: PackedSpans) -> Any:
         masks = {

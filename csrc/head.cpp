@@ -1,0 +1,373 @@
+// The best id of each row over a language model's head, without its logits.
+//
+// The inputs of a quantized head are two terms of 8 bits. The first alone tells an output up to what the second can add,
+// which is at most the product of the lengths of both vectors (Cauchy and Schwarz). So the first runs over all outputs;
+// both run over the share of outputs that seems to hold the largest, and then over those few shares that may hold a larger
+// one. They do so by the same routines in the same order as `linear`: these are the very bits of the logits. Rounding a
+// sum keeps order, hence what is below a bound exactly is so in its bits.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include <nanobind/stl/optional.h>
+
+#include "arrays.hpp"
+#include "parallel.hpp"
+#include "two_terms.hpp"
+
+namespace sakiyomi {
+namespace {
+
+using Matrix = In<float, nb::ndim<2>>;
+
+constexpr float kLargestInput = 1e20f;  // so that no product with halves comes near the end of the floats
+constexpr float kUnderflow = 1e-30f;    // more than all results too small for a float can lose
+constexpr std::int64_t kRunShares = 16;
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// Sums over a group of 32 values of each of 16 outputs.
+struct GroupSums {
+    std::int32_t values[kLanes], squares[kLanes];
+};
+
+// Adds up bytes and their squares; 16 bits hold a square, and the sum of 8 bytes.
+inline void add_bytes(const std::uint8_t* bytes, int shift, int mask, std::uint16_t* values, std::uint32_t* squares) {
+    for (int i = 0; i < kLanes * 4; ++i) {
+        const std::uint16_t value = static_cast<std::uint16_t>(bytes[i] >> shift & mask);
+        values[i] = static_cast<std::uint16_t>(values[i] + value);
+        squares[i] += static_cast<std::uint16_t>(value * value);
+    }
+}
+
+template <Storage STORAGE>
+GroupSums sum_group(const std::uint8_t* bytes) {
+    std::uint16_t values[kLanes * 4] = {};
+    std::uint32_t squares[kLanes * 4] = {};
+    for (const std::uint8_t* end = bytes + value_bytes(STORAGE); bytes < end; bytes += kLanes * 4) {
+        if (STORAGE == Storage::kNibbles) {
+            add_bytes(bytes, 0, 15, values, squares);
+            add_bytes(bytes, 4, 15, values, squares);
+        } else {
+            add_bytes(bytes, 0, 255, values, squares);
+        }
+    }
+    GroupSums sums;
+    for (int lane = 0; lane < kLanes; ++lane) {
+        const int i = lane * 4;
+        sums.values[lane] = values[i] + values[i + 1] + values[i + 2] + values[i + 3];
+        sums.squares[lane] = static_cast<std::int32_t>(squares[i] + squares[i + 1] + squares[i + 2] + squares[i + 3]);
+    }
+    return sums;
+}
+
+// What the product with any output of a block is at most, rounding included, per length of the inputs. A weight is
+// scale * value + min; rounding is relative to the sum of |scale| * value + |min|, by less than one 2^-23 per operation.
+template <Storage STORAGE>
+float norm_of_block(const Kernels& kernel, const std::uint8_t* bytes, std::int64_t num_groups) {
+    double squares[kLanes] = {}, sizes[kLanes] = {};
+    for (std::int64_t group = 0; group < num_groups; ++group, bytes += group_bytes(STORAGE)) {
+        const GroupSums sums = sum_group<STORAGE>(bytes);
+        float halves[2 * kLanes];
+        kernel.from_half(reinterpret_cast<const std::uint16_t*>(bytes + value_bytes(STORAGE)), 2 * kLanes, halves);
+        for (int lane = 0; lane < kLanes; ++lane) {
+            const double scale = halves[lane], low = halves[kLanes + lane];
+            const double outer = scale * scale * sums.squares[lane] + kGroup * low * low;
+            const double inner = 2.0 * scale * low * sums.values[lane];
+            squares[lane] += outer + inner;
+            sizes[lane] += outer + std::fabs(inner);
+        }
+    }
+    const double rounding = 0x1p-23 * static_cast<double>(4 * num_groups + 8);
+    float largest = 0;
+    for (int lane = 0; lane < kLanes; ++lane) {
+        const double square = squares[lane] > 0 ? squares[lane] : 0;
+        const float norm = static_cast<float>((std::sqrt(square) + rounding * std::sqrt(sizes[lane])) * (1 + 1e-6));
+        if (!(norm <= largest)) largest = norm <= std::numeric_limits<float>::max() ? norm : kInfinity;
+    }
+    return largest;
+}
+
+float norm_of_share(const Kernels& kernel, const PackedWeight& weight, std::int64_t share) {
+    const std::int64_t first = share * kShareBlocks, end = first + kShareBlocks, last = weight.num_blocks();
+    float largest = 0;
+    for (std::int64_t block = first; block < (end < last ? end : last); ++block) {
+        const std::uint8_t* bytes = weight.bytes.get() + block * weight.block_bytes();
+        const std::int64_t num_groups = weight.num_inputs / kGroup;
+        const float norm = weight.storage == Storage::kNibbles ? norm_of_block<Storage::kNibbles>(kernel, bytes, num_groups)
+                                                               : norm_of_block<Storage::kBytes>(kernel, bytes, num_groups);
+        largest = norm > largest ? norm : largest;
+    }
+    return largest;
+}
+
+// The length of a quantized row, rounded up.
+float norm_of_row(const QuantizedRows& rows, std::int64_t row) {
+    double square = 0;
+    for (std::int64_t group = 0; group < rows.width / kGroup; ++group) {
+        const std::uint8_t* record = rows.bytes + group * input_group_bytes(rows.num_rows);
+        const std::int8_t* values = reinterpret_cast<const std::int8_t*>(record) + row * kGroup;
+        const double scale = reinterpret_cast<const float*>(record + rows.num_rows * kGroup)[row];
+        std::int32_t sum = 0;
+        for (int i = 0; i < kGroup; ++i) sum += values[i] * values[i];
+        square += scale * scale * sum;
+    }
+    return static_cast<float>(std::sqrt(square) * (1 + 1e-6));
+}
+
+bool is_within(const float* x, std::int64_t count, float largest) {
+    bool is = true;
+    for (std::int64_t i = 0; i < count; ++i) is &= std::fabs(x[i]) <= largest;
+    return is;
+}
+
+// Copies chosen rows of `source` to `target`, whose num_rows is their count.
+void gather_rows(const QuantizedRows& source, const std::vector<std::int32_t>& chosen, const QuantizedRows& target) {
+    const std::int64_t count = target.num_rows;
+    for (std::int64_t group = 0; group < source.width / kGroup; ++group) {
+        const std::uint8_t* from = source.bytes + group * input_group_bytes(source.num_rows);
+        std::uint8_t* to = target.bytes + group * input_group_bytes(count);
+        const float* scales = reinterpret_cast<const float*>(from + source.num_rows * kGroup);
+        float* new_scales = reinterpret_cast<float*>(to + count * kGroup);
+        for (std::int64_t i = 0; i < count; ++i) {
+            const std::int64_t row = chosen[static_cast<std::size_t>(i)];
+            std::memcpy(to + i * kGroup, from + row * kGroup, kGroup);
+            new_scales[i] = scales[row];
+            new_scales[count + i] = scales[source.num_rows + row];
+        }
+    }
+}
+
+// What one thread has found for one row.
+struct Found {
+    float value = -kInfinity;  // the largest logit so far
+    std::int64_t id = -1;
+    float peak = -kInfinity;   // the largest output of the first term, and its share
+    std::int64_t peak_share = 0;
+    bool has_nan = false;
+
+    void see_peak(float first, std::int64_t share) {
+        if (!(first > peak)) return;
+        peak = first;
+        peak_share = share;
+    }
+
+    void see(const float* values, std::int64_t count, std::int64_t first_id) {
+        for (std::int64_t i = 0; i < count; ++i) {
+            has_nan |= std::isnan(values[i]);
+            if (values[i] > value || (values[i] == value && id >= 0 && first_id + i < id)) {
+                value = values[i];
+                id = first_id + i;
+            }
+        }
+    }
+
+    void join(const Found& other) {
+        has_nan |= other.has_nan;
+        if (other.id >= 0) see(&other.value, 1, other.id);
+    }
+};
+
+// What one thread works with.
+struct Desk {
+    float* sums;  // [rows][kShareOutputs]
+    std::uint8_t *first, *rest;  // rooms for all rows
+    std::vector<Found> found;
+    std::vector<std::int32_t> chosen;
+    std::int64_t num_decided = 0;
+
+    const Found& at(std::int64_t row) const { return found[static_cast<std::size_t>(row)]; }
+    Found& at(std::int64_t row) { return found[static_cast<std::size_t>(row)]; }
+};
+
+// One search: what its threads share.
+struct Search {
+    const Kernels& kernel;
+    const PackedWeight& weight;
+    const float* norms;  // of shares
+    std::int64_t num_rows;
+    QuantizedRows first, rest;
+    LinearJob job;
+    std::vector<float> lengths;  // of the rows' second terms; below 0: a row that must be left out
+    std::vector<float> maxima;   // [share][row], of the first term
+    std::vector<std::int64_t> peak_shares;
+    std::vector<float> surely;   // a logit of each row
+    std::vector<Desk> desks;
+
+    bool is_left_out(std::int64_t row) const { return lengths[static_cast<std::size_t>(row)] < 0; }
+
+    // What the second term adds to any output of a share at most.
+    float bound(std::int64_t row, std::int64_t share) const {
+        return lengths[static_cast<std::size_t>(row)] * norms[share] + kUnderflow;
+    }
+
+    // The first term over a share.
+    void scan_share(std::int64_t share, Desk& desk) {
+        const LinearJob here = job_of_share(job, share, desk.sums);
+        const std::int64_t width = outputs_of_share(here);
+        if (width < kShareOutputs) std::fill(desk.sums, desk.sums + num_rows * kShareOutputs, -kInfinity);
+        run_share_job(kernel, weight, here);
+        float* largest = maxima.data() + share * num_rows;
+        const bool has_nan = kernel.scan_blocks(desk.sums, num_rows, largest);
+        for (std::int64_t row = 0; row < num_rows; ++row) {
+            desk.at(row).see_peak(largest[row], share);
+            if (has_nan) desk.at(row).has_nan |= !is_within(desk.sums + row * kShareOutputs, width, kInfinity);
+        }
+    }
+
+    // A row's share with the largest output of the first term.
+    void decide_peak(std::int64_t row, Desk& desk) {
+        if (is_left_out(row)) return;
+        Found all;
+        for (const Desk& one : desks) all.see_peak(one.at(row).peak, one.at(row).peak_share);
+        peak_shares[static_cast<std::size_t>(row)] = all.peak_share;
+        desk.chosen.assign(1, static_cast<std::int32_t>(row));
+        decide_chosen(all.peak_share, desk);
+        float largest = desk.sums[0];
+        for (std::int64_t i = 1; i < outputs_of_share(job_of_share(job, all.peak_share, nullptr)); ++i)
+            largest = desk.sums[i] > largest ? desk.sums[i] : largest;
+        surely[static_cast<std::size_t>(row)] = largest;
+    }
+
+    // A share, for the rows whose largest logit it may hold.
+    void decide_share(std::int64_t share, Desk& desk) {
+        desk.chosen.clear();
+        const float* largest = maxima.data() + share * num_rows;
+        for (std::int64_t row = 0; row < num_rows; ++row) {
+            const std::size_t at = static_cast<std::size_t>(row);
+            if (is_left_out(row) || largest[row] + bound(row, share) < surely[at] || share == peak_shares[at]) continue;
+            desk.chosen.push_back(static_cast<std::int32_t>(row));
+        }
+        if (!desk.chosen.empty()) decide_chosen(share, desk);
+    }
+
+    // Both terms over a share, for the rows chosen.
+    void decide_chosen(std::int64_t share, Desk& desk) {
+        const std::int64_t count = static_cast<std::int64_t>(desk.chosen.size());
+        LinearJob needed = job;
+        const std::uint8_t* second = rest.bytes;
+        if (count < num_rows) {
+            gather_rows(first, desk.chosen, {desk.first, first.width, count});
+            gather_rows(rest, desk.chosen, {desk.rest, rest.width, count});
+            needed.num_rows = count;
+            needed.inputs = desk.first;
+            second = desk.rest;
+        }
+        add_both_terms(kernel, weight, needed, second, share, desk.sums);
+        const std::int64_t width = outputs_of_share(job_of_share(job, share, nullptr));
+        for (std::int64_t i = 0; i < count; ++i)
+            desk.at(desk.chosen[static_cast<std::size_t>(i)]).see(desk.sums + i * kShareOutputs, width, share * kShareOutputs);
+        desk.num_decided += count;
+    }
+
+    // A float weight: its outputs are the logits.
+    void see_share(std::int64_t share, Desk& desk) {
+        const LinearJob here = job_of_share(job, share, desk.sums);
+        run_share_job(kernel, weight, here);
+        for (std::int64_t row = 0; row < num_rows; ++row)
+            desk.at(row).see(desk.sums + row * kShareOutputs, outputs_of_share(here), share * kShareOutputs);
+    }
+};
+
+// ids [R]: the lowest id of the largest logit of each row of x, normed first; -1 where a row has none or may hold a nan,
+// which only its logits can tell. Returns how many pairs of a row and a share were computed with both terms. `bounds`
+// [R, shares], if given, gets what the second term adds at most.
+std::int64_t best_ids(Matrix x, const PackedWeight& weight, In<float, nb::ndim<1>> norm, float eps,
+                      Out<std::int64_t, nb::ndim<1>> ids, int num_threads, std::optional<Out<float, nb::ndim<2>>> bounds) {
+    const std::int64_t num_rows = static_cast<std::int64_t>(x.shape(0)), width = weight.num_inputs;
+    const std::int64_t num_shares = sakiyomi::num_shares(weight.num_blocks());
+    check_equal("the width of x", static_cast<std::int64_t>(x.shape(1)), width);
+    check_equal("the length of the norm's weight", static_cast<std::int64_t>(norm.shape(0)), width);
+    check_equal("the length of ids", static_cast<std::int64_t>(ids.shape(0)), num_rows);
+    if (bounds) {
+        check_equal("the number of rows of bounds", static_cast<std::int64_t>(bounds->shape(0)), num_rows);
+        check_equal("the width of bounds", static_cast<std::int64_t>(bounds->shape(1)), num_shares);
+    }
+    check_threads(num_threads, kMaxThreads);
+    if (num_rows == 0) return 0;
+    const bool is_quantized = weight.is_quantized();
+    const Kernels& kernel = kernels();
+    nb::gil_scoped_release released;
+    const int team_size = threads_for(num_threads, num_rows * width * weight.num_outputs / 8);
+    const std::size_t rows_size = static_cast<std::size_t>(num_rows);
+    Pool::Lease lease(team_size);
+    std::unique_ptr<float[]> new_norms;
+    if (is_quantized && !weight.share_norms) new_norms.reset(new float[static_cast<std::size_t>(num_shares)]);
+
+    const std::int64_t term_bytes = is_quantized ? QuantizedRows::num_bytes(width, num_rows) : 0;
+    const std::int64_t normed_bytes = (num_rows * width * 4 + 63) / 64 * 64, sums_bytes = num_rows * kShareOutputs * 4;
+    const std::int64_t rank_bytes = sums_bytes + 2 * term_bytes;
+    std::uint8_t* scratch = reinterpret_cast<std::uint8_t*>(
+        lease.scratch(static_cast<std::size_t>(2 * term_bytes + 2 * normed_bytes + team_size * rank_bytes)));
+    const QuantizedRows first{scratch, width, num_rows}, rest{scratch + term_bytes, width, num_rows};
+    float* normed = reinterpret_cast<float*>(scratch + 2 * term_bytes);
+    float* left = reinterpret_cast<float*>(scratch + 2 * term_bytes + normed_bytes);
+    std::uint8_t* of_ranks = scratch + 2 * term_bytes + 2 * normed_bytes;
+
+    const void* inputs = is_quantized ? static_cast<const void*>(first.bytes) : normed;
+    Search search{kernel, weight, new_norms ? new_norms.get() : weight.share_norms.get(), num_rows, first, rest,
+                  linear_job(weight, inputs, width * 4, num_rows, nullptr, nullptr, nullptr, 0),
+                  std::vector<float>(rows_size), {}, std::vector<std::int64_t>(rows_size), std::vector<float>(rows_size), {}};
+    if (is_quantized) search.maxima.resize(rows_size * static_cast<std::size_t>(num_shares));
+    for (int rank = 0; rank < team_size; ++rank) {
+        std::uint8_t* own = of_ranks + rank * rank_bytes;
+        search.desks.push_back({reinterpret_cast<float*>(own), own + sums_bytes, own + sums_bytes + term_bytes,
+                                std::vector<Found>(rows_size), {}, 0});
+        search.desks.back().chosen.reserve(rows_size);
+    }
+
+    lease.run([&](Team& team, int rank) {
+        mark(Phase::kHead);
+        Desk& desk = search.desks[static_cast<std::size_t>(rank)];
+        if (new_norms)
+            team.share(rank, num_shares, [&](std::int64_t share) {
+                new_norms[static_cast<std::size_t>(share)] = norm_of_share(kernel, weight, share);
+            });
+        team.share(rank, num_rows, [&](std::int64_t row) {
+            float* values = normed + row * width;
+            kernel.rms_norm(x.data() + row * width, norm.data(), eps, width, values);
+            if (!is_quantized) return;
+            first.write(kernel, row, values, 0, width);
+            quantize_rest(kernel, first, rest, row, values, left + row * width);
+            const bool is_sound = is_within(values, width, kLargestInput);
+            search.lengths[static_cast<std::size_t>(row)] = is_sound ? norm_of_row(rest, row) : -1.0f;
+        });
+        if (!is_quantized) {
+            team.share(rank, num_shares, [&](std::int64_t share) { search.see_share(share, desk); });
+            return;
+        }
+        team.share(rank, num_shares, [&](std::int64_t share) { search.scan_share(share, desk); });
+        team.share(rank, num_rows, [&](std::int64_t row) { search.decide_peak(row, desk); });
+        team.share(rank, (num_shares + kRunShares - 1) / kRunShares, [&](std::int64_t run) {
+            for (std::int64_t share = run * kRunShares; share < num_shares && share < (run + 1) * kRunShares; ++share)
+                search.decide_share(share, desk);
+        });
+    });
+
+    if (bounds)
+        for (std::int64_t row = 0; row < num_rows; ++row)
+            for (std::int64_t share = 0; share < num_shares; ++share)
+                bounds->data()[row * num_shares + share] = is_quantized ? search.bound(row, share) : 0;
+    if (new_norms) weight.share_norms = std::move(new_norms);
+    for (std::size_t row = 0; row < rows_size; ++row) {
+        Found best;
+        for (const Desk& desk : search.desks) best.join(desk.found[row]);
+        ids.data()[row] = best.has_nan || search.lengths[row] < 0 ? -1 : best.id;
+    }
+    std::int64_t num_decided = 0;
+    for (const Desk& desk : search.desks) num_decided += desk.num_decided;
+    return num_decided;
+}
+
+}  // namespace
+}  // namespace sakiyomi
+
+void bind_head(nanobind::module_& m) {
+    using namespace sakiyomi;
+    using nb::arg;
+    m.def("best_ids", &best_ids, arg("x").noconvert(), arg("weight"), arg("norm").noconvert(), arg("eps"),
+          arg("ids").noconvert(), arg("threads"), arg("bounds").noconvert().none() = nb::none());
+}

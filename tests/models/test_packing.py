@@ -1,0 +1,120 @@
+"""Outputs that make logits only when somebody asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("sakiyomi._native", reason="the native kernels are not built")
+
+from sakiyomi.assemble import ModelOptions, load_model
+from sakiyomi.errors import SakiyomiError
+from sakiyomi.models.native import NativeModel
+from sakiyomi.ops.native import NativeOps
+from sakiyomi.params import SamplingParams
+from sakiyomi.types import History, Span
+
+GREEDY = History([1, 2], 1, SamplingParams(temperature=0.0), seed=0)
+
+
+@pytest.fixture(scope="module")
+def model(write_llama: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> NativeModel:
+    folder = write_llama(tmp_path_factory.mktemp("model"), vocab_size=257)
+    loaded = load_model(str(folder), ModelOptions(threads=2)).model
+    assert isinstance(loaded, NativeModel)
+    return loaded
+
+
+@pytest.fixture
+def heads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was computed over the head, in order."""
+    calls: list[str] = []
+
+    def watch(name: str, whole: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: calls.append(name) or whole(*args)  # type: ignore[func-returns-value]
+
+    for name in ("best_ids", "normed_logits"):
+        monkeypatch.setattr(NativeOps, name, watch(name, getattr(NativeOps, name)))
+    return calls
+
+
+def run_two(model: NativeModel, seed: int = 0) -> list[Any]:
+    """A chain with two asked rows and a tree with four, in one pass."""
+    first, second = np.random.default_rng(seed).integers(0, 257, (2, 4)).tolist()
+    return model.forward(
+        [
+            Span(model.new_cache(), first, range(-1, 3), (1, 3)),
+            Span(model.new_cache(), second, (-1, 0, 0, 1), range(4)),
+            Span(model.new_cache(), second, range(-1, 3)),
+        ]
+    )
+
+
+def test_greedy_tokens_are_those_of_the_logits(model: NativeModel) -> None:
+    for seed in range(20):
+        chain, tree, none = run_two(model, seed)
+        run_two(model, seed + 1)  # states are the pass's own
+        chosen = [[output.choose(i, GREEDY) for i in range(n)] for output, n in ((chain, 2), (tree, 4))]
+        best = [output.argmax() for output in (chain, tree, none)]
+        rows = [[int(output.row(i).argmax()) for i in range(n)] for output, n in ((chain, 2), (tree, 4))]
+        assert [*chosen, []] == best == [*rows, []]
+        assert best == [output.argmax() for output in (chain, tree, none)]  # from the logits, now that they are there
+
+
+def test_the_head_runs_once_and_only_when_it_is_needed(model: NativeModel, heads: list[str]) -> None:
+    chain, tree, _ = run_two(model)
+    assert heads == []
+    for output in (tree, chain):
+        output.choose(1, GREEDY)
+        output.argmax()
+    assert heads == ["best_ids"]
+    sampled = replace(GREEDY, params=SamplingParams(temperature=1.0))
+    for output in (chain, tree):
+        assert output.choose(0, sampled) >= 0
+        assert output.row(-1).tobytes() == output.row(1 if output is chain else 3).tobytes()
+    assert heads == ["best_ids", "normed_logits"]
+    with pytest.raises(IndexError):
+        chain.row(2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"logit_bias": {200: 100.0}},
+        {"repetition_penalty": 1.5},
+        {"presence_penalty": 2.0},
+        {"frequency_penalty": -2.0},
+        {"min_tokens": 9},
+        {"logprobs": 0},
+    ],
+)
+def test_what_needs_logits_gets_them(model: NativeModel, heads: list[str], options: dict[str, Any]) -> None:
+    history = replace(GREEDY, params=SamplingParams(temperature=0.0, **options), end_ids=frozenset(range(0, 257, 2)))
+    chain, tree, _ = run_two(model)
+    tokens = [chain.choose(1, history), tree.choose(2, history)]
+    assert heads == ["normed_logits"]
+    if "logit_bias" in options:
+        assert tokens == [200, 200]
+    if "min_tokens" in options:
+        assert all(token % 2 for token in tokens)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_damaged_logits_are_the_same_error(model: NativeModel, monkeypatch: pytest.MonkeyPatch, bad: float) -> None:
+    norm = model.decoder.norm.copy()
+    norm[3] = bad
+    monkeypatch.setattr(model.decoder, "norm", norm)
+    chain, tree, _ = run_two(model)
+    rows = np.stack([chain.row(0), chain.row(1), *(tree.row(i) for i in range(4))])
+    chain, tree, _ = run_two(model)
+    assert chain.argmax() + tree.argmax() == model.decoder.ops.argmax(rows).tolist()
+    chain, _, _ = run_two(model)
+    if np.isnan(rows[0]).any():  # rounding to 8 bits loses a nan, but spreads an infinite number
+        with pytest.raises(SakiyomiError, match="position 2 hold nan"):
+            chain.choose(0, GREEDY)
+    assert np.isnan(rows).any() == (bad == np.inf)
