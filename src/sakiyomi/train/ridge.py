@@ -72,6 +72,18 @@ class RidgeSums:
         weight = torch.linalg.solve(correlation, cross).T
         return Solution(Moments(_floats(mean), _floats(std)), _floats(weight), _floats(target))
 
+    def solve_constant(self, ridge: float = RIDGE) -> npt.NDArray[np.float32]:
+        """Weights u [K] with u x near 1 on all rows: what serves as a bias in a matrix that has none.
+
+        Hidden states behind a norm allow it, since some of their dimensions are far from 0 everywhere.
+        """
+        mean = self._x / self.num_rows
+        covariance = self._xx / self.num_rows - torch.outer(mean, mean)
+        std = covariance.diagonal().clamp(min=LOWEST_STD**2).sqrt()
+        correlation = covariance / torch.outer(std, std) + ridge * torch.eye(len(std), dtype=torch.float64)
+        weights = torch.linalg.solve(correlation, mean / std) / std
+        return _floats(weights / (weights @ mean))
+
 
 def _floats(values: Tensor) -> npt.NDArray[np.float32]:
     return np.ascontiguousarray(values.numpy(), np.float32)
