@@ -34,10 +34,11 @@ from sakiyomi.train.shards import Shards
 from sakiyomi.types import Model
 
 ROPE_THETA = 10000.0
-SHARPNESS, MAX_DISTANCE = 5.0, 256
-"""How much higher the start's attention scores its own row than others up to a distance."""
-NUM_SHARP = 4
-"""Rotary pairs, the fastest ones, that tell a row from its neighbours."""
+SHARPNESS = 5.0
+"""How much higher the start's attention scores its own row than its neighbours."""
+NUM_FAST, NUM_SLOW = 4, 3
+"""Rotary pairs, from the fastest on, that tell a row from its neighbours; and those behind them, whose products fall
+over as many rows as a draft is long, for placeholders that look back."""
 NARROW = 0.05
 """Size of the first queries and keys that are not constant, against 1 / sqrt(inputs)."""
 FIRST = "layers.0.self_attn."
@@ -357,7 +358,7 @@ def _texts(batch: Batch) -> list[tuple[int, int]]:
 
 def solve_start(config: EagleConfig, frozen: Frozen, batches: Sequence[Batch], seed: int) -> dict[str, Tensor]:
     """Parameters and centrings of a head that begins as a linear regression."""
-    generator = torch.Generator().manual_seed(seed)
+    generator, hidden = torch.Generator().manual_seed(seed), config.hidden_size
     # States are fed back as the language-model head reads them, or as they are in front of the norm.
     space = frozen.norm if config.norm_output else torch.ones(config.hidden_size)
     tensors = _first_tensors(config, frozen, space, generator)
@@ -372,21 +373,35 @@ def solve_start(config: EagleConfig, frozen: Frozen, batches: Sequence[Batch], s
     size = float(np.mean([float(fuse(batch, batch.rows(0)).square().mean().sqrt()) for batch in batches]))
     lowest = 0.05 * float(space.abs().mean())
     tensors["layers.0.hidden_norm.weight"] = size / torch.where(space.abs() < lowest, lowest, space)
-    sums = RidgeSums(2 * config.hidden_size, config.hidden_size)
-    for batch in batches:
-        rows = batch.rows(0)
-        begins = frozen.ops.rms_norm(fuse(batch, rows), tensors["layers.0.hidden_norm.weight"], config.eps)
-        known = frozen.ops.embed(frozen.embedding, batch.tokens[rows + 1])
-        read = torch.cat((frozen.direction(known), begins), -1)
-        sums.add(read, frozen.direction(batch.taps[rows + 1, -config.hidden_size :]) - begins)
-    solution = sums.solve()
-    tensors |= Centring.of(sums).named(READ)
-    tensors |= _attend_to_self(config, torch.from_numpy(solution.weight), torch.from_numpy(solution.bias), generator)
+
+    def read(features: Tensor, token_ids: npt.NDArray[np.int32]) -> Tensor:
+        begins = frozen.ops.rms_norm(features, tensors["layers.0.hidden_norm.weight"], config.eps)
+        return torch.cat((frozen.direction(frozen.ops.embed(frozen.embedding, token_ids)), begins), -1)
+
+    def regress(step: int, begin: Tensor | None) -> RidgeSums:
+        """From what a row reads to what is missing of the direction of the target's state 1 + step positions on."""
+        sums = RidgeSums(2 * hidden, hidden)
+        for batch in batches:
+            rows = batch.rows(step)
+            x = read(fuse(batch, rows), batch.tokens[rows + 1])
+            goals = frozen.direction(batch.taps[rows + 1 + step, -hidden:])
+            sums.add(x, goals - (x[:, hidden:] if begin is None else begin))
+        return sums
+
+    sums = regress(0, None)
+    centring, maps = Centring.of(sums), [_Map.of(sums)]
+    tensors |= centring.named(READ)
+    placeholder = None
     if config.kind == "peagle":
-        taps = torch.cat([batch.taps[batch.rows(0)] for batch in batches[:8]])
-        tensors["mask_hidden"] = taps.mean(0).reshape(1, 1, -1)
+        taps = torch.cat([batch.taps[batch.rows(0)] for batch in batches[:8]]).mean(0, keepdim=True)
+        tensors["mask_hidden"] = taps.reshape(1, 1, -1)
         tensors["mask_token_id"] = torch.tensor(config.mask_token_id)
-    return tensors
+        features = _fusion_inputs(config, frozen, taps, tensors) @ fc.T
+        inputs = read(features, np.array([config.mask_token_id], np.int32))
+        placeholder = _Placeholder.of(inputs[0], centring, sums)
+        if config.num_kv_heads > 1:
+            maps.append(_Map.of(regress(1, inputs[:, hidden:])))
+    return tensors | _solve_attention(config, maps, sums.correlation(), placeholder, generator)
 
 
 def _first_tensors(config: EagleConfig, frozen: Frozen, space: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
@@ -435,43 +450,132 @@ def _fusion_inputs(config: EagleConfig, frozen: Frozen, taps: Tensor, tensors: M
     return torch.cat([frozen.ops.rms_norm(*pair, config.eps) for pair in zip(parts, norms, strict=True)], -1)
 
 
-def _attend_to_self(config: EagleConfig, weight: Tensor, bias: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-    """The first layer's attention as the map x -> weight x + bias of each row alone.
+@dataclass(frozen=True)
+class _Map:
+    """x -> weight x + bias of centred, scaled inputs: [N, K] and [N]."""
+
+    weight: Tensor
+    bias: Tensor
+
+    @classmethod
+    def of(cls, sums: RidgeSums) -> _Map:
+        solution = sums.solve()
+        return cls(torch.from_numpy(solution.weight), torch.from_numpy(solution.bias))
+
+    def factor(self, rank: int, correlation: Tensor) -> tuple[Tensor, _Map]:
+        """Outputs [N, rank] and values whose product is the map, or the one of that rank that is nearest on inputs of
+        some correlation [K, K] (reduced-rank regression)."""
+        whole = torch.cat((self.weight, self.bias[:, None]), 1).double()
+        spread = torch.block_diag(torch.linalg.cholesky(correlation), torch.ones(1, 1, dtype=torch.float64))
+        left, sizes, _ = torch.linalg.svd(whole @ spread, full_matrices=False)
+        count = min(rank, len(sizes))
+        scales = sizes[:count].clamp(min=1e-6).sqrt()
+        outputs, values = torch.zeros(len(whole), rank), torch.zeros(rank, whole.shape[1])
+        outputs[:, :count] = (left[:, :count] * scales).float()
+        values[:count] = (left[:, :count].T @ whole / scales[:, None]).float()
+        return outputs, _Map(values[:, :-1], values[:, -1])
+
+    def without(self, outputs: Tensor, values: _Map) -> _Map:
+        """What is left for others when those add their part."""
+        return _Map(self.weight - outputs @ values.weight, self.bias - outputs @ values.bias)
+
+
+@dataclass(frozen=True)
+class _Placeholder:
+    """What a placeholder of P-EAGLE reads, and how it is told from other rows.
+
+    Attributes:
+        inputs: centred and scaled [K].
+        constant: what stands for the 1 of the bias.
+        detector: [K], 1 on the inputs and near 0 on those of other rows.
+    """
+
+    inputs: Tensor
+    constant: float
+    detector: Tensor
+
+    @classmethod
+    def of(cls, read: Tensor, centring: Centring, sums: RidgeSums) -> _Placeholder:
+        constant = float(centring.constant @ read)
+        inputs = (read - centring.mean * constant) / centring.std
+        along = torch.linalg.solve(sums.correlation().float(), inputs)
+        return cls(inputs, constant, along / (along @ inputs))
+
+    def set(self, values: _Map, wanted: Tensor) -> _Map:
+        """The map changed such that it says `wanted` [N] on a placeholder, and hardly anything else on other rows."""
+        missing = wanted - values.weight @ self.inputs - values.bias * self.constant
+        return _Map(values.weight + torch.outer(missing, self.detector), values.bias)
+
+
+def _solve_attention(
+    config: EagleConfig,
+    maps: Sequence[_Map],
+    correlation: Tensor,
+    placeholder: _Placeholder | None,
+    generator: torch.Generator,
+) -> dict[str, Tensor]:
+    """The first layer's attention as a map of each row alone.
 
     Queries and keys are the same constant everywhere, which the rotation makes most alike at one and the same row.
-    Values and outputs are the two factors of the map, cut to the rank that they have room for.
+    Values and outputs are the two factors of the map, cut to the rank that the heads have room for.
+
+    Of P-EAGLE a third of the heads add nothing of their own: their placeholders look at the last row that is none, and
+    say the second map of it, two positions on. On other rows the first heads take that back.
     """
-    width, num_kv, shared = config.head_dim, config.num_kv_heads, config.num_heads // config.num_kv_heads
-    left, sizes, right = torch.linalg.svd(weight.double(), full_matrices=False)
-    rank = min(num_kv * width, len(sizes))
-    values = torch.zeros(num_kv * width, weight.shape[1])
-    outputs = torch.zeros(config.hidden_size, num_kv * width)
-    values[:rank] = (sizes[:rank, None].sqrt() * right[:rank]).float()
-    outputs[:, :rank] = (left[:, :rank] * sizes[:rank].sqrt()).float()
-    by_group = outputs.reshape(-1, num_kv, 1, width).expand(-1, -1, shared, -1) / shared
-    pattern = _sharp_pattern(config)
-    tensors = {
-        f"{FIRST}v_proj.weight": values,
-        f"{FIRST}v_proj.bias": torch.linalg.lstsq(outputs.double(), bias.double()[:, None], driver="gelsd")
-        .solution[:, 0]
-        .float(),
-        f"{FIRST}o_proj.weight": by_group.reshape(config.hidden_size, -1).contiguous(),
-    }
-    for name, count in (("q_proj", config.num_heads), ("k_proj", num_kv)):
-        shape = (count * width, weight.shape[1])
-        tensors[f"{FIRST}{name}.weight"] = NARROW * torch.randn(shape, generator=generator) / shape[1] ** 0.5
-        tensors[f"{FIRST}{name}.bias"] = pattern.repeat(count)
+    width, num_kv = config.head_dim, config.num_kv_heads
+    num_ahead = max(1, num_kv // 3) if len(maps) > 1 else 0
+    fast, slow = _pattern(config, 0, NUM_FAST, 256), _pattern(config, NUM_FAST, NUM_SLOW, 8)
+    now, parts = maps[0], []
+    if num_ahead:
+        outputs, values = maps[1].factor(num_ahead * width, correlation)
+        now = now.without(outputs, values)
+        parts = [(outputs, values)]
+    outputs, values = now.factor((num_kv - num_ahead) * width, correlation)
+    if placeholder is not None:
+        values = placeholder.set(values, torch.zeros(len(values.bias)))
+    parts = [(outputs, values), *parts]
+    tensors = _name("v_proj", [values for _, values in parts])
+    tensors[f"{FIRST}o_proj.weight"] = _share_outputs(config, torch.cat([outputs for outputs, _ in parts], 1))
+    for name, repeats in (("q_proj", config.num_heads // num_kv), ("k_proj", 1)):
+        counts = ((num_kv - num_ahead) * repeats, num_ahead * repeats)
+        heads = [
+            _constant(fast if i == 0 or name == "q_proj" else fast + slow, n, config, generator)
+            for i, n in enumerate(counts)
+        ]
+        if placeholder is not None and num_ahead:
+            wanted = slow if name == "q_proj" else torch.zeros(width)
+            heads[1] = placeholder.set(heads[1], wanted.repeat(counts[1]))
+        tensors |= _name(name, heads)
     return tensors
 
 
-def _sharp_pattern(config: EagleConfig) -> Tensor:
-    """A vector [D] whose product with itself, rotated to another row, is lower by `SHARPNESS` at least."""
+def _name(name: str, maps: Sequence[_Map]) -> dict[str, Tensor]:
+    """Maps under one another as the tensors of a projection."""
+    weight, bias = torch.cat([one.weight for one in maps]), torch.cat([one.bias for one in maps])
+    return {f"{FIRST}{name}.weight": weight, f"{FIRST}{name}.bias": bias}
+
+
+def _share_outputs(config: EagleConfig, outputs: Tensor) -> Tensor:
+    """Outputs [H, G * D] of key/value heads, for the query heads that share them in equal parts [H, Q * D]."""
+    shared = config.num_heads // config.num_kv_heads
+    parts = outputs.reshape(len(outputs), config.num_kv_heads, 1, config.head_dim).expand(-1, -1, shared, -1)
+    return (parts / shared).reshape(len(outputs), -1).contiguous()
+
+
+def _constant(pattern: Tensor, count: int, config: EagleConfig, generator: torch.Generator) -> _Map:
+    """Queries or keys of some heads that are nearly the same for all inputs."""
+    width = 2 * config.hidden_size
+    noise = torch.randn(count * len(pattern), width, generator=generator)
+    return _Map(NARROW * noise / width**0.5, pattern.repeat(count))
+
+
+def _pattern(config: EagleConfig, first: int, count: int, reach: int) -> Tensor:
+    """A vector [D] on some rotary pairs whose product with itself, rotated to another row, is lower by `SHARPNESS`."""
     half = config.head_dim // 2
-    count = min(NUM_SHARP, half)
-    distances = np.arange(1, MAX_DISTANCE)[:, None]
-    lost = (1 - np.cos(distances * config.spec.inv_freq[:count])).sum(1).min()
+    pairs = slice(min(first, half - 1), min(first + count, half))
+    lost = float((1 - np.cos(np.arange(1, reach)[:, None] * config.spec.inv_freq[pairs])).sum(1).min())
     pattern = torch.zeros(config.head_dim)
-    pattern[:count] = float(np.sqrt(SHARPNESS * np.sqrt(config.head_dim) / lost))
+    pattern[pairs] = float(np.sqrt(SHARPNESS * np.sqrt(config.head_dim) / lost))
     return pattern
 
 
