@@ -142,6 +142,28 @@ def test_placeholders_of_a_chain_see_no_other_chain(trained_toy: Any, shards: An
     assert layout.parents.tolist() == [-1, 0, 1, 2, 3, 1, 2, 3, 5, 6]
 
 
+@pytest.mark.parametrize("name", ["3.1", "parallel"])
+def test_documents_that_are_short_or_empty_of_guesses_do_no_harm(trained_toy: Any, shards: Any, name: str) -> None:
+    _, frozen = freeze(trained_toy)
+    make, recipe = EAGLES[name]
+    trainee, whole = make_trainee(make(recipe, frozen, TAPS), frozen, shards), read_batch(shards, [0])
+    lengths = np.array([1, 9, 2, 3, 4])
+    ends = lengths.cumsum()
+    places = np.concatenate([np.arange(n) for n in lengths])
+    parts = {key: getattr(whole, key)[places] for key in ("tokens", "taps", "argmax", "counts")}
+    batch = Batch(**parts, first=np.repeat(ends - lengths, lengths), last=np.repeat(ends - 1, lengths))
+    alone = Batch(**{key: value[1:10] for key, value in parts.items()}, first=np.zeros(9, np.int64), last=np.full(9, 8))
+    with torch.no_grad():
+        wanted = [features for _, features in trainee.unroll(alone, 4)]
+        for index, (rows, features) in enumerate(trainee.unroll(batch, 4)):
+            assert rows.tolist() == batch.rows(index).tolist()
+            assert torch.allclose(features[rows < 10], wanted[index], atol=1e-5)
+        nothing = Batch(
+            **{key: value[:1] for key, value in parts.items()}, first=np.zeros(1, int), last=np.zeros(1, int)
+        )
+        assert not list(trainee.unroll(nothing, 4))
+
+
 @pytest.mark.parametrize("own_heads", [True, False])
 def test_medusa_trains_what_drafts(trained_toy: Any, shards: Any, own_heads: bool) -> None:
     model, frozen = freeze(trained_toy)

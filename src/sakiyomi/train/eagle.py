@@ -207,8 +207,10 @@ class Eagle3Trainee(EagleTrainee):
 
     def unroll(self, batch: Batch, num_steps: int, noise: Noise | None = None) -> Iterator[tuple[Ints, Tensor]]:
         net, texts = self.net(noise), _texts(batch)
+        if not texts:
+            return
         places = np.concatenate([np.arange(first, last) for first, last in texts])
-        memory = _Memory(net, len(texts))
+        memory = _Memory(net, len(texts), len(batch.tokens))
         states = net.fuse(batch.taps[places])
         for step in range(num_steps):
             wanted = batch.rows(step)
@@ -224,12 +226,12 @@ class Eagle3Trainee(EagleTrainee):
 class _Memory:
     """The keys and values of all steps so far, with their gradients, and where the latest row of each position lies."""
 
-    def __init__(self, net: EagleHead, num_texts: int) -> None:
+    def __init__(self, net: EagleHead, num_texts: int, num_rows: int) -> None:
         config = net.config
         empty = torch.zeros(config.num_layers, config.num_kv_heads, 0, config.head_dim, dtype=net.embedding.dtype)
         self._net = net
         self._slots = [KVSlots(empty, empty, 0) for _ in range(num_texts)]
-        self._latest: dict[int, int] = {}
+        self._latest = np.zeros(num_rows, np.int64)
 
     def run(self, batch: Batch, rows: Ints, step: int, features: Tensor) -> tuple[Tensor, Tensor]:
         """One step at `rows`: what the head reads there, and the states to feed back."""
@@ -250,12 +252,10 @@ class _Memory:
 
     def _grow(self, rows: Ints, step: int, end: int) -> npt.NDArray[np.int32]:
         """The parents of the rows of one text: in the first step the position before, then the step before."""
-        latest = self._latest
-        found = [
-            latest.get(row - 1 if step == 0 else row, -1) if step else i - 1 for i, row in enumerate(rows.tolist())
-        ]
-        latest.update((row, end + i) for i, row in enumerate(rows.tolist()))
-        return np.array(found, np.int32)
+        count = len(rows)
+        parents = np.arange(count) - 1 if step == 0 else self._latest[rows]
+        self._latest[rows] = end + np.arange(count)
+        return parents.astype(np.int32)
 
     def _append(self, bounds: list[int], parents: npt.NDArray[np.int32]) -> None:
         stored = self._net.ops.stored  # type: ignore[attr-defined]  # TrainingOps
@@ -292,6 +292,8 @@ class PEagleTrainee(EagleTrainee):
             drawn = np.log(np.maximum(noise.draw(len(depths)), 1e-12)) / np.log(min(self._kept_share, 1 - 1e-9))
             depths = 1 + np.floor(drawn).astype(np.int64)
         net, texts = self.net(noise), _texts(batch)
+        if not texts:
+            return
         layout = _lay_out(batch, texts, depths, num_steps)
         real = layout.depths == 0
         features = torch.empty(len(layout.rows), self.config.hidden_size, dtype=self.frozen.embedding.dtype)
@@ -466,8 +468,8 @@ class _Map:
         """Outputs [N, rank] and values whose product is the map, or the one of that rank that is nearest on inputs of
         some correlation [K, K] (reduced-rank regression)."""
         whole = torch.cat((self.weight, self.bias[:, None]), 1).double()
-        spread = torch.block_diag(torch.linalg.cholesky(correlation), torch.ones(1, 1, dtype=torch.float64))
-        left, sizes, _ = torch.linalg.svd(whole @ spread, full_matrices=False)
+        spread = torch.cat((whole[:, :-1] @ torch.linalg.cholesky(correlation), whole[:, -1:]), 1)
+        left, sizes, _ = torch.linalg.svd(spread, full_matrices=False)
         count = min(rank, len(sizes))
         scales = sizes[:count].clamp(min=1e-6).sqrt()
         outputs, values = torch.zeros(len(whole), rank), torch.zeros(rank, whole.shape[1])
