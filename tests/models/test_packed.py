@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import mmap
 import os
 import subprocess
 import sys
@@ -68,6 +69,46 @@ def test_the_second_start_loads_nothing_and_computes_the_same_bits(model: Path) 
     expected = run(None, [])
     assert run_again(model) == (expected, ["four", "eight", "floats"])
     assert run_again(model) == (expected, [])
+
+
+def count_huge_bytes(name: str) -> int:
+    """Bytes of files of this name that this process has mapped in huge pages."""
+    total, is_it = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            is_it = line.endswith(name)
+        elif is_it and line.startswith("FilePmdMapped:"):
+            total += 1024 * int(line.split()[1])
+    return total
+
+
+def skip_without_huge_file_pages(folder: Path) -> None:
+    path = folder / "probe.bin"
+    with path.open("wb") as file:
+        file.write(b"x" * (8 << 20))
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        data.madvise(mmap.MADV_HUGEPAGE)
+        assert sum(data[::4096]) > 0
+        if count_huge_bytes("probe.bin") < 4 << 20:
+            pytest.skip("this system keeps no files in huge pages (Linux does with some file systems)")
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="only Linux has huge pages for files")
+def test_what_was_written_is_mapped_in_huge_pages(model: Path) -> None:
+    skip_without_huge_file_pages(model.parent)
+    values = np.arange(4096 * 4096, dtype=np.uint64).astype(np.uint8).reshape(4096, 4096)
+    halves = np.ones((4096, 128), np.float16)
+    store = PackedFile.of([model], "int8")
+    assert store is not None
+    NativeOps(threads=1, store=store).named_weight("a", lambda: Quantized(values, halves, halves))
+    store.save()
+    again = PackedFile.of([model], "int8")
+    assert again is not None
+    assert again.find("a") is not None
+    assert count_huge_bytes(again.path.name) >= 0.7 * again.path.stat().st_size
 
 
 def test_a_changed_model_or_another_variant_packs_anew(model: Path) -> None:
