@@ -108,7 +108,9 @@ class Eagle3Family:
         self.frozen = frozen
 
     def start(self, batches: Sequence[Batch], vocabulary: Ints) -> dict[str, Tensor]:
-        return solve_start(self.config(_rarest_id(batches, self.frozen)), self.frozen, batches, self.recipe.seed)
+        num_steps = max(steps for _, steps in self.recipe.unroll)
+        config = self.config(_rarest_id(batches, self.frozen))
+        return solve_start(config, self.frozen, batches, self.recipe.seed, num_steps)
 
     def build(self, tensors: Mapping[str, Tensor]) -> Trainee:
         return Eagle3Trainee(self.config(0), self.frozen, tensors)

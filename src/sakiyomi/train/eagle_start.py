@@ -2,10 +2,16 @@
 
 The residual stream begins with the direction of the target's last hidden state, the attention's heads look at their own
 row alone, and what they add to it is a ridge regression to that direction one position on.
+
+P-EAGLE has further heads that look a fixed number of rows back. On a placeholder that many rows behind the last true
+one they find that row, and add the regression so many positions further on. Nearer placeholders, and true rows, find
+rows before it, whose guess for the same position is a part of their own; farther ones find placeholders, which say
+nothing.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sakiyomi.nets.eagle3 import EagleConfig
+from sakiyomi.nets.eagle3 import ATTENTION, EagleConfig
 from sakiyomi.train.batches import Batch
 from sakiyomi.train.centred import Centring
 from sakiyomi.train.heads import Frozen
@@ -23,17 +29,22 @@ from sakiyomi.train.ridge import RidgeSums
 FIRST = "layers.0.self_attn."
 FUSED, READ = "fc.inputs", "read.inputs"
 """Names of the centrings of what `fc` reads and of what the first layer's attention reads."""
-SHARPNESS = 5.0
-"""How much higher the start's attention scores its own row than its neighbours."""
-NUM_FAST, NUM_SLOW = 4, 3
-"""Rotary pairs, from the fastest on, that tell a row from its neighbours; and those behind them, whose products fall
-over as many rows as a draft is long, for placeholders that look back."""
+SHARPNESS, MAX_DISTANCE = 5.0, 256
+"""How much higher the start's attention scores the row that it looks at than others up to a distance."""
+NUM_FAST = 4
+"""Rotary pairs, the fastest ones, that tell a row from its neighbours."""
 NARROW = 0.05
 """Size of the first queries and keys that are not constant, against 1 / sqrt(inputs)."""
 
 
-def solve_start(config: EagleConfig, frozen: Frozen, batches: Sequence[Batch], seed: int) -> dict[str, Tensor]:
-    """Parameters and centrings of a head that begins as a linear regression."""
+def solve_start(
+    config: EagleConfig, frozen: Frozen, batches: Sequence[Batch], seed: int, num_steps: int = 1
+) -> dict[str, Tensor]:
+    """Parameters and centrings of a head that begins as a linear regression.
+
+    Args:
+        num_steps: tokens that P-EAGLE drafts in one pass.
+    """
     generator = torch.Generator().manual_seed(seed)
     # States are fed back as the language-model head reads them, or as they are in front of the norm.
     space = frozen.norm if config.norm_output else torch.ones(config.hidden_size)
@@ -43,19 +54,13 @@ def solve_start(config: EagleConfig, frozen: Frozen, batches: Sequence[Batch], s
     # The residual stream is to begin with a direction of size 1, not with what the head reads.
     lowest = 0.05 * float(space.abs().mean())
     tensors["layers.0.hidden_norm.weight"] = reader.find_size() / torch.where(space.abs() < lowest, lowest, space)
-    sums = reader.regress(0, None)
-    centring, maps = Centring.of(sums), [_Map.of(sums)]
-    tensors |= centring.named(READ)
     placeholder = None
     if config.kind == "peagle":
         taps = torch.cat([batch.taps[batch.rows(0)] for batch in batches[:8]]).mean(0, keepdim=True)
         tensors["mask_hidden"] = taps.reshape(1, 1, -1)
         tensors["mask_token_id"] = torch.tensor(config.mask_token_id)
-        inputs = reader.read(reader.fuse(taps), np.array([config.mask_token_id], np.int32))
-        placeholder = _Placeholder.of(inputs[0], centring, sums)
-        if config.num_kv_heads > 1:
-            maps.append(_Map.of(reader.regress(1, inputs[:, config.hidden_size :])))
-    return tensors | _solve_attention(config, maps, sums.correlation(), placeholder, generator)
+        placeholder = reader.read(reader.fuse(taps), np.array([config.mask_token_id], np.int32))
+    return tensors | _solve_attention(config, reader, placeholder, num_steps, generator)
 
 
 class _Reader:
@@ -85,20 +90,27 @@ class _Reader:
         begins = frozen.ops.rms_norm(features, self._tensors["layers.0.hidden_norm.weight"], config.eps)
         return torch.cat((frozen.direction(frozen.ops.embed(frozen.embedding, token_ids)), begins), -1)
 
-    def regress(self, step: int, begin: Tensor | None) -> RidgeSums:
+    def regress(self, step: int, num_steps: int, begin: Tensor | None, others: Sequence[_Look]) -> RidgeSums:
         """From what a row reads to what its residual stream lacks of the direction of the target's state 1 + step
         positions on.
 
         Args:
+            num_steps: all of them; only rows with so many before and behind them are taken.
             begin: [1, H], where the stream begins; None where it does so with the row's own feature.
+            others: what other heads add already.
         """
         hidden = self._config.hidden_size
         sums = RidgeSums(2 * hidden, hidden)
         for batch in self._batches:
-            rows = batch.rows(step)
+            rows = batch.rows(num_steps - 1)
+            rows = rows[rows - batch.first[rows] >= num_steps]
             x = self.read(self.fuse(batch.taps[rows]), batch.tokens[rows + 1])
             goals = self._frozen.direction(batch.taps[rows + 1 + step, -hidden:])
-            sums.add(x, goals - (x[:, hidden:] if begin is None else begin))
+            goals = goals - (x[:, hidden:] if begin is None else begin)
+            for other in others:
+                before = rows - (other.distance - step)
+                goals = goals - other.add(self.read(self.fuse(batch.taps[before]), batch.tokens[before + 1]))
+            sums.add(x, goals)
         return sums
 
 
@@ -173,18 +185,35 @@ class _Map:
         values[:count] = (left[:, :count].T @ whole / scales[:, None]).float()
         return outputs, _Map(values[:, :-1], values[:, -1])
 
-    def without(self, outputs: Tensor, values: _Map) -> _Map:
-        """What is left for others when those add their part."""
-        return _Map(self.weight - outputs @ values.weight, self.bias - outputs @ values.bias)
+
+@dataclass(frozen=True)
+class _Look:
+    """Key/value heads that look at the row so many before their own.
+
+    Attributes:
+        outputs: [H, rank].
+        values: to [rank], of centred, scaled inputs.
+        folded: the values' matrix for the plain inputs.
+    """
+
+    distance: int
+    outputs: Tensor
+    values: _Map
+    folded: Tensor
+
+    def add(self, read: Tensor) -> Tensor:
+        """What they add where they look at rows that read [R, 2H]."""
+        added: Tensor = (read @ self.folded.T) @ self.outputs.T
+        return added
 
 
 @dataclass(frozen=True)
 class _Placeholder:
-    """What a placeholder of P-EAGLE reads, and how it is told from other rows.
+    """How the inputs of P-EAGLE's placeholders are told from those of other rows.
 
     Attributes:
         inputs: centred and scaled [K].
-        constant: what stands for the 1 of the bias.
+        constant: what they make of the constant.
         detector: [K], 1 on the inputs and near 0 on those of other rows.
     """
 
@@ -193,64 +222,58 @@ class _Placeholder:
     detector: Tensor
 
     @classmethod
-    def of(cls, read: Tensor, centring: Centring, sums: RidgeSums) -> _Placeholder:
-        constant = float(centring.constant @ read)
-        inputs = (read - centring.mean * constant) / centring.std
-        along = torch.linalg.solve(sums.correlation().float(), inputs)
+    def of(cls, read: Tensor, centring: Centring, correlation: Tensor) -> _Placeholder:
+        constant = float(centring.constant @ read[0])
+        inputs = (read[0] - centring.mean * constant) / centring.std
+        along = torch.linalg.solve(correlation.float(), inputs)
         return cls(inputs, constant, along / (along @ inputs))
 
     def set(self, values: _Map, wanted: Tensor) -> _Map:
-        """The map changed such that it says `wanted` [N] on a placeholder, and hardly anything else on other rows."""
+        """The map changed such that it says `wanted` [N] on a placeholder, and nearly what it said on other rows."""
         missing = wanted - values.weight @ self.inputs - values.bias * self.constant
         return _Map(values.weight + torch.outer(missing, self.detector), values.bias)
 
 
 def _solve_attention(
-    config: EagleConfig,
-    maps: Sequence[_Map],
-    correlation: Tensor,
-    placeholder: _Placeholder | None,
-    generator: torch.Generator,
+    config: EagleConfig, reader: _Reader, placeholder: Tensor | None, num_steps: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """The first layer's attention as a map of each row alone.
+    """The first layer's attention as maps of single rows.
 
-    Queries and keys are the same constant everywhere, which the rotation makes most alike at one and the same row.
-    Values and outputs are the two factors of the map, cut to the rank that the heads have room for.
-
-    Of P-EAGLE a third of the heads add nothing of their own: their placeholders look at the last row that is none, and
-    say the second map of it, two positions on. On other rows the first heads take that back.
+    Keys are the same constant everywhere, and so are queries but for a rotation, by which they are most alike at one
+    distance. Values and outputs are the two factors of a map, cut to the rank that the heads have room for.
     """
-    width, num_kv = config.head_dim, config.num_kv_heads
-    num_ahead = max(1, num_kv // 3) if len(maps) > 1 else 0
-    fast, slow = _pattern(config, 0, NUM_FAST, 256), _pattern(config, NUM_FAST, NUM_SLOW, 8)
-    now, parts = maps[0], []
-    if num_ahead:
-        outputs, values = maps[1].factor(num_ahead * width, correlation)
-        now = now.without(outputs, values)
-        parts = [(outputs, values)]
-    outputs, values = now.factor((num_kv - num_ahead) * width, correlation)
+    counts = _share_heads(config.num_kv_heads, num_steps if placeholder is not None else 1)
+    looks: list[_Look] = []
+    for step in reversed(range(len(counts))):
+        begin = None if step == 0 or placeholder is None else placeholder[:, config.hidden_size :]
+        sums = reader.regress(step, len(counts), begin, looks)
+        centring, correlation = Centring.of(sums), sums.correlation()
+        outputs, values = _Map.of(sums).factor(counts[step] * config.head_dim, correlation)
+        if placeholder is not None:
+            values = _Placeholder.of(placeholder, centring, correlation).set(values, torch.zeros_like(values.bias))
+        looks.insert(0, _Look(step, outputs, values, centring.fold(values.weight, values.bias)))
+    shared, pattern = config.num_heads // config.num_kv_heads, _sharp_pattern(config)
+    rotated = [_rotate(config, pattern, -step).repeat(count * shared) for step, count in enumerate(counts)]
+    queries, keys = (_nearly(bias, config, generator) for bias in (torch.cat(rotated), pattern.repeat(sum(counts))))
     if placeholder is not None:
-        values = placeholder.set(values, torch.zeros(len(values.bias)))
-    parts = [(outputs, values), *parts]
-    tensors = _name("v_proj", [values for _, values in parts])
-    tensors[f"{FIRST}o_proj.weight"] = _share_outputs(config, torch.cat([outputs for outputs, _ in parts], 1))
-    for name, repeats in (("q_proj", config.num_heads // num_kv), ("k_proj", 1)):
-        counts = ((num_kv - num_ahead) * repeats, num_ahead * repeats)
-        heads = [
-            _constant(fast if i == 0 or name == "q_proj" else fast + slow, n, config, generator)
-            for i, n in enumerate(counts)
-        ]
-        if placeholder is not None and num_ahead:
-            wanted = slow if name == "q_proj" else torch.zeros(width)
-            heads[1] = placeholder.set(heads[1], wanted.repeat(counts[1]))
-        tensors |= _name(name, heads)
-    return tensors
+        known = _Placeholder.of(placeholder, centring, correlation)
+        queries, keys = known.set(queries, queries.bias), known.set(keys, keys.bias)
+    values = _Map(torch.cat([x.values.weight for x in looks]), torch.cat([x.values.bias for x in looks]))
+    tensors = {f"{FIRST}o_proj.weight": _share_outputs(config, torch.cat([look.outputs for look in looks], 1))}
+    for name, one in zip(ATTENTION, (queries, keys, values), strict=True):
+        tensors |= {f"{FIRST}{name}.weight": one.weight, f"{FIRST}{name}.bias": one.bias}
+    return {**tensors, **centring.named(READ)}
 
 
-def _name(name: str, maps: Sequence[_Map]) -> dict[str, Tensor]:
-    """Maps under one another as the tensors of a projection."""
-    weight, bias = torch.cat([one.weight for one in maps]), torch.cat([one.bias for one in maps])
-    return {f"{FIRST}{name}.weight": weight, f"{FIRST}{name}.bias": bias}
+def _share_heads(num_kv_heads: int, num_steps: int) -> list[int]:
+    """How many key/value heads look at the row itself, one before it, two before it, ...: half of them at the row
+    itself, the others at as many distances as there are steps, rather at near ones."""
+    if num_steps == 1 or num_kv_heads == 1:
+        return [num_kv_heads]
+    others = num_kv_heads // 2
+    num_looks = min(num_steps - 1, others)
+    looks = [others // num_looks + (index < others % num_looks) for index in range(num_looks)]
+    return [num_kv_heads - others, *looks]
 
 
 def _share_outputs(config: EagleConfig, outputs: Tensor) -> Tensor:
@@ -260,18 +283,25 @@ def _share_outputs(config: EagleConfig, outputs: Tensor) -> Tensor:
     return (parts / shared).reshape(len(outputs), -1).contiguous()
 
 
-def _constant(pattern: Tensor, count: int, config: EagleConfig, generator: torch.Generator) -> _Map:
-    """Queries or keys of some heads that are nearly the same for all inputs."""
+def _nearly(bias: Tensor, config: EagleConfig, generator: torch.Generator) -> _Map:
+    """Queries or keys that are nearly the same on all rows."""
     width = 2 * config.hidden_size
-    noise = torch.randn(count * len(pattern), width, generator=generator)
-    return _Map(NARROW * noise / width**0.5, pattern.repeat(count))
+    noise = torch.randn(len(bias), width, generator=generator)
+    return _Map(noise * (NARROW / math.sqrt(width)), bias)
 
 
-def _pattern(config: EagleConfig, first: int, count: int, reach: int) -> Tensor:
-    """A vector [D] on some rotary pairs whose product with itself, rotated to another row, is lower by `SHARPNESS`."""
-    half = config.head_dim // 2
-    pairs = slice(min(first, half - 1), min(first + count, half))
-    lost = float((1 - np.cos(np.arange(1, reach)[:, None] * config.spec.inv_freq[pairs])).sum(1).min())
+def _sharp_pattern(config: EagleConfig) -> Tensor:
+    """A vector [D] whose product with itself, rotated to another row, is lower by `SHARPNESS` at least."""
+    count = min(NUM_FAST, config.head_dim // 2)
+    distances = np.arange(1, MAX_DISTANCE)[:, None]
+    lost = float((1 - np.cos(distances * config.spec.inv_freq[:count])).sum(1).min())
     pattern = torch.zeros(config.head_dim)
-    pattern[pairs] = float(np.sqrt(SHARPNESS * np.sqrt(config.head_dim) / lost))
+    pattern[:count] = float(np.sqrt(SHARPNESS * np.sqrt(config.head_dim) / lost))
     return pattern
+
+
+def _rotate(config: EagleConfig, pattern: Tensor, distance: int) -> Tensor:
+    """The pattern [D] as it stands some rows further on."""
+    angles = torch.from_numpy(distance * config.spec.inv_freq.astype(np.float64)).float()
+    first, second = pattern.chunk(2)
+    return torch.cat((first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()))
