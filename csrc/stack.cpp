@@ -37,6 +37,7 @@ struct Layer {
 
 struct Sizes {
     std::int64_t hidden, inner;
+    std::int64_t read;  // inputs of the first layer's projection: `hidden`, or what a drafter's head puts side by side
     Heads heads;
     std::int64_t num_slots() const { return heads.num_heads + 2 * heads.num_kv_heads; }
     std::int64_t qkv_width() const { return num_slots() * heads.head_dim; }
@@ -48,8 +49,30 @@ enum {
     kFetchBytes = 1280,  // of each block of the next matrix
 };
 
+// What stands around the stack of a drafter's head: in front of it the token's embedding beside the state that is fed, each
+// with a norm of its own; behind it a norm and the matrix to logits.
+struct Ends {
+    const PackedWeight* embedding;
+    const float* embed_norm;
+    const float* feature_norm;
+    bool norm_before_residual;
+    const float* final_norm;
+    const PackedWeight* head;
+};
+
+// Where a pass with ends reads and writes; without ends `read` may give what the first layer reads, or be null.
+struct Around {
+    const float* read = nullptr;        // [rows, sizes.read]
+    const Ends* ends = nullptr;
+    const float* features = nullptr;    // [rows, hidden]
+    const std::int32_t* ids = nullptr;  // [rows]
+    float* normed = nullptr;            // [rows, hidden]
+    float* logits = nullptr;            // [rows, outputs of the head], or null
+};
+
 // The working memory of a pass over `rows` rows, laid out in one piece.
 struct Workspace {
+    float* read;           // [copies, rows, sizes.read], where the pass puts it together
     float* normed;         // [copies, rows, hidden]
     std::uint8_t* inputs;  // the same, quantized
     float* qkv;
@@ -66,8 +89,10 @@ struct Workspace {
             return static_cast<void*>(place);
         };
         Workspace space;
+        space.read = static_cast<float*>(take(sizes.read == sizes.hidden ? 0 : copies * rows * sizes.read * 4));
         space.normed = static_cast<float*>(take(copies * rows * sizes.hidden * 4));
-        space.inputs = static_cast<std::uint8_t*>(take(copies * QuantizedRows::num_bytes(sizes.hidden, rows)));
+        const std::int64_t widest = sizes.read > sizes.hidden ? sizes.read : sizes.hidden;
+        space.inputs = static_cast<std::uint8_t*>(take(copies * QuantizedRows::num_bytes(widest, rows)));
         space.qkv = static_cast<float*>(take(rows * sizes.qkv_width() * 4));
         space.attended = static_cast<float*>(take(rows * sizes.attended_width() * 4));
         space.attended_inputs = static_cast<std::uint8_t*>(take(QuantizedRows::num_bytes(sizes.attended_width(), rows)));
@@ -92,12 +117,15 @@ class Pass {
     float* x;  // [rows, hidden], the residual stream
     Workspace space;
     const Attention& attention;
+    const Around& around;
 
     // Called by every thread of the team. Each phase ends in a barrier; five of them are needed.
-    void run_layer(const Layer& layer, const Layer* next, std::int64_t cache_layer, KeyRows* views, Team& team, int rank) const {
+    void run_layer(const Layer& layer, const Layer* next, bool is_first, std::int64_t cache_layer, KeyRows* views, Team& team,
+                   int rank) const {
         for (std::size_t s = 0; s < caches.size(); ++s) views[s] = caches.at(s, cache_layer);
         mark(Phase::kNorm);
-        const Rows normed = norm(layer.input_norm, *layer.qkv, team, rank);
+        const Rows normed = is_first && reads_apart() ? take_read(*layer.qkv, team, rank)
+                                                        : norm(layer.input_norm, *layer.qkv, team, rank);
         mark(Phase::kQkv);
         project(layer, normed, views, team, rank);
         mark(Phase::kAttention);
@@ -111,6 +139,17 @@ class Pass {
         mark(Phase::kDown);
         linear(*layer.down, inner, nullptr, x, x, next == nullptr ? nullptr : next->qkv, team, rank);
         mark(Phase::kOther);
+    }
+
+    // Whether the first layer reads something else than the normed residual stream.
+    bool reads_apart() const { return around.read != nullptr || around.ends != nullptr; }
+
+    // Norm and logits behind the last layer.
+    void finish(Team& team, int rank) const {
+        const Ends& ends = *around.ends;
+        const Rows rows = norm(ends.final_norm, *ends.head, team, rank);
+        if (rank == 0) std::memcpy(around.normed, space.normed, static_cast<std::size_t>(num_rows * sizes.hidden) * sizeof(float));
+        if (around.logits != nullptr) linear(*ends.head, rows, nullptr, nullptr, around.logits, nullptr, team, rank);
     }
 
     Range my_rows(const Team& team, int rank) const { return split(num_rows, rank, team.size()); }
@@ -156,6 +195,31 @@ class Pass {
             team.share(rank, num_rows, norm_row);
         if (next.is_quantized()) return {quantized.bytes, 0};
         return {normed, sizes.hidden * 4};
+    }
+
+    Rows take_read(const PackedWeight& next, Team& team, int rank) const {
+        const bool is_repeated = num_rows <= kMaxRepeatedRows;
+        const std::int64_t copy = is_repeated ? rank : 0, width = sizes.read;
+        float* made = around.ends == nullptr ? nullptr : space.read + copy * num_rows * width;
+        const float* rows = made == nullptr ? around.read : made;
+        const QuantizedRows quantized{space.inputs + copy * QuantizedRows::num_bytes(width, num_rows), width, num_rows};
+        const auto take_row = [&](std::int64_t row) {
+            if (made != nullptr) put_together(row, made + row * width);
+            if (next.is_quantized()) quantized.write(kernels, row, rows + row * width, 0, width);
+        };
+        if (is_repeated)
+            for (std::int64_t row = 0; row < num_rows; ++row) take_row(row);
+        else
+            team.share(rank, num_rows, take_row);
+        if (next.is_quantized()) return {quantized.bytes, 0};
+        return {rows, width * 4};
+    }
+
+    void put_together(std::int64_t row, float* out) const {
+        const Ends& ends = *around.ends;
+        unpack_row(*ends.embedding, around.ids[row], out);
+        kernels.rms_norm(out, ends.embed_norm, eps, sizes.hidden, out);
+        kernels.rms_norm(around.features + row * sizes.hidden, ends.feature_norm, eps, sizes.hidden, out + sizes.hidden);
     }
 
     // Queries, keys and values; where a head is whole blocks, whoever computes it also rotates and stores it.
@@ -266,7 +330,53 @@ class DecoderStack {
     void run(Matrix x, Ints positions, Matrix table, const nb::list& keys, const nb::list& values,
              const std::vector<std::int64_t>& lengths, const PendingRows& pending, std::int64_t first_layer,
              const std::vector<std::int64_t>& bounds, std::optional<Ints> parents, const std::vector<std::int64_t>& taps,
-             const nb::list& tap_arrays, Out<float, nb::ndim<2>> out, int num_threads) const {
+             const nb::list& tap_arrays, Out<float, nb::ndim<2>> out, int num_threads, std::optional<Matrix> read) const {
+        check(read || layers_.front().input_norm != nullptr, "a layer lacks a norm.");
+        check_equal("the width of what the first layer reads", read ? static_cast<std::int64_t>(read->shape(1)) : sizes_.hidden,
+                    sizes_.read);
+        if (read) check_equal("the number of rows that it reads", static_cast<std::int64_t>(read->shape(0)),
+                              static_cast<std::int64_t>(x.shape(0)));
+        Around around;
+        around.read = read ? read->data() : nullptr;
+        execute(x, positions, table, keys, values, lengths, pending, first_layer, bounds, parents, taps, tap_arrays, out,
+                num_threads, around);
+    }
+
+    // A pass of a drafter's head over features [R, H] and the tokens beside them; see Ends.
+    // ends: (embedding, embed_norm, feature_norm, norm_before_residual, final_norm, head).
+    void run_head(Matrix features, Ints ids, const nb::tuple& ends, Ints positions, Matrix table, const nb::list& keys,
+                  const nb::list& values, const std::vector<std::int64_t>& lengths, const PendingRows& pending,
+                  std::int64_t first_layer, const std::vector<std::int64_t>& bounds, std::optional<Ints> parents,
+                  Out<float, nb::ndim<2>> normed, Out<float, nb::ndim<2>> out, std::optional<Out<float, nb::ndim<2>>> logits,
+                  int num_threads) const {
+        const std::int64_t num_rows = static_cast<std::int64_t>(features.shape(0)), hidden = sizes_.hidden;
+        check_equal("the number of ends", static_cast<std::int64_t>(ends.size()), 6);
+        check_equal("the width of what the first layer reads", 2 * hidden, sizes_.read);
+        const Ends around_it{nb::cast<const PackedWeight*>(ends[0]), vector(ends[1], "embed_norm", hidden, false),
+                             vector(ends[2], "feature_norm", hidden, false), nb::cast<bool>(ends[3]),
+                             vector(ends[4], "final_norm", hidden, false), nb::cast<const PackedWeight*>(ends[5])};
+        check_equal("the width of the embedding", around_it.embedding->num_inputs, hidden);
+        check_equal("the width of the head", around_it.head->num_inputs, hidden);
+        check_equal("the number of ids", static_cast<std::int64_t>(ids.shape(0)), num_rows);
+        check_equal("the number of rows of normed", static_cast<std::int64_t>(normed.shape(0)), num_rows);
+        check_equal("the width of normed", static_cast<std::int64_t>(normed.shape(1)), hidden);
+        for (std::int64_t row = 0; row < num_rows; ++row)
+            check(ids.data()[row] >= 0 && ids.data()[row] < around_it.embedding->num_outputs, "an id is out of range.");
+        Around around{nullptr, &around_it, features.data(), ids.data(), normed.data(), nullptr};
+        if (logits) {
+            check_equal("the number of rows of logits", static_cast<std::int64_t>(logits->shape(0)), num_rows);
+            check_equal("the width of logits", static_cast<std::int64_t>(logits->shape(1)), around_it.head->num_outputs);
+            around.logits = logits->data();
+        }
+        execute(features, positions, table, keys, values, lengths, pending, first_layer, bounds, parents, {}, nb::list(), out,
+                num_threads, around);
+    }
+
+   private:
+    void execute(Matrix x, Ints positions, Matrix table, const nb::list& keys, const nb::list& values,
+             const std::vector<std::int64_t>& lengths, const PendingRows& pending, std::int64_t first_layer,
+             const std::vector<std::int64_t>& bounds, std::optional<Ints> parents, const std::vector<std::int64_t>& taps,
+             const nb::list& tap_arrays, Out<float, nb::ndim<2>> out, int num_threads, const Around& around) const {
         const std::int64_t num_rows = static_cast<std::int64_t>(x.shape(0)), hidden = sizes_.hidden;
         const std::int64_t num_layers = static_cast<std::int64_t>(layers_.size()), dim = sizes_.heads.head_dim;
         check_equal("the width of x", static_cast<std::int64_t>(x.shape(1)), hidden);
@@ -301,9 +411,13 @@ class DecoderStack {
         attention.outputs = space.attended;
         attention.parts = reinterpret_cast<float*>(scratch + work);
         std::vector<KeyRows> views(caches.size() * static_cast<std::size_t>(team_size));
-        std::memcpy(out.data(), x.data(), static_cast<std::size_t>(num_rows * hidden) * sizeof(float));
+        if (around.ends != nullptr && around.ends->norm_before_residual)
+            for (std::int64_t row = 0; row < num_rows; ++row)
+                kernel.rms_norm(x.data() + row * hidden, around.ends->feature_norm, eps_, hidden, out.data() + row * hidden);
+        else
+            std::memcpy(out.data(), x.data(), static_cast<std::size_t>(num_rows * hidden) * sizeof(float));
         const Pass pass{kernel,           sizes_,       eps_,       num_rows, plan, caches,
-                        positions.data(), table.data(), out.data(), space, attention};
+                        positions.data(), table.data(), out.data(), space, attention, around};
         lease.run([&](Team& team, int rank) {
             KeyRows* my_views = views.data() + caches.size() * static_cast<std::size_t>(rank);
             const Range mine = pass.my_rows(team, rank);
@@ -315,12 +429,12 @@ class DecoderStack {
                 if (layer < num_layers)
                     pass.run_layer(layers_[static_cast<std::size_t>(layer)],
                                    layer + 1 < num_layers ? &layers_[static_cast<std::size_t>(layer + 1)] : nullptr,
-                                   first_layer + layer, my_views, team, rank);
+                                   layer == 0, first_layer + layer, my_views, team, rank);
             }
+            if (around.ends != nullptr) pass.finish(team, rank);
         });
     }
 
-   private:
     void add_layer(const nb::tuple& fields) {
         check_equal("the number of fields of a layer", static_cast<std::int64_t>(fields.size()), 11);
         kept_.push_back(nb::borrow(fields));
@@ -331,14 +445,15 @@ class DecoderStack {
         layer.gate_up = weight(8);
         layer.down = weight(9);
         if (layers_.empty()) {
-            sizes_.hidden = layer.qkv->num_inputs;
+            sizes_.hidden = layer.output->num_outputs;
+            sizes_.read = layer.qkv->num_inputs;
             sizes_.inner = layer.down->num_inputs;
         }
-        check_matrix("qkv", *layer.qkv, sizes_.qkv_width(), sizes_.hidden);
+        check_matrix("qkv", *layer.qkv, sizes_.qkv_width(), layers_.empty() ? sizes_.read : sizes_.hidden);
         check_matrix("output", *layer.output, sizes_.hidden, sizes_.attended_width());
         check_matrix("gate_up", *layer.gate_up, 2 * sizes_.inner, sizes_.hidden);
         check_matrix("down", *layer.down, sizes_.hidden, sizes_.inner);
-        layer.input_norm = vector(fields[0], "input_norm", sizes_.hidden, false);
+        layer.input_norm = vector(fields[0], "input_norm", sizes_.hidden, layers_.empty());
         layer.qkv_bias = vector(fields[2], "qkv_bias", sizes_.qkv_width(), true);
         layer.q_norm = vector(fields[3], "q_norm", sizes_.heads.head_dim, true);
         layer.k_norm = vector(fields[4], "k_norm", sizes_.heads.head_dim, true);
@@ -407,5 +522,9 @@ void bind_stack(nanobind::module_& m) {
              arg("num_heads"), arg("num_kv_heads"), arg("head_dim"), arg("eps"))
         .def("run", &DecoderStack::run, arg("x").noconvert(), arg("positions").noconvert(), arg("table").noconvert(),
              arg("keys"), arg("values"), arg("lengths"), arg("pending"), arg("layer"), arg("bounds"), arg("parents").noconvert().none(),
-             arg("taps"), arg("tap_arrays"), arg("out").noconvert(), arg("threads"));
+             arg("taps"), arg("tap_arrays"), arg("out").noconvert(), arg("threads"), arg("read").noconvert().none() = nb::none())
+        .def("run_head", &DecoderStack::run_head, arg("features").noconvert(), arg("ids").noconvert(), arg("ends"),
+             arg("positions").noconvert(), arg("table").noconvert(), arg("keys"), arg("values"), arg("lengths"), arg("pending"),
+             arg("layer"), arg("bounds"), arg("parents").noconvert().none(), arg("normed").noconvert(), arg("out").noconvert(),
+             arg("logits").noconvert().none(), arg("threads"));
 }

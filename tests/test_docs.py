@@ -63,3 +63,18 @@ def test_the_example_of_the_page_on_transformers_runs(capsys: pytest.CaptureFixt
     example = blocks("transformers.md", "python")[0]
     exec(compile(example, "transformers.md", "exec"), {})
     assert re.fullmatch(r"[\d.]+ tokens per step", capsys.readouterr().out.strip())
+
+
+def test_the_example_of_the_page_on_checkpoints_writes_a_folder(
+    write_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    from heads import eagle3_parts, write_head
+    from sakiyomi.assemble import read_drafter_at
+
+    model, drafter = write_llama(tmp_path / "model"), write_head(tmp_path / "head", *eagle3_parts())
+    (example,) = blocks("checkpoints.md", "python")
+    names = {"model": str(model), "drafter": str(drafter), "folder": str(tmp_path / "written")}
+    exec(compile(example, "checkpoints.md", "exec"), names)
+    written = read_drafter_at(tmp_path / "written")
+    assert written.tensors["embed_tokens.weight"].shape == (257, 64)
+    assert list(written.vocabulary) == list(read_drafter_at(drafter).vocabulary)

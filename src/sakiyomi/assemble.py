@@ -297,7 +297,7 @@ def open_drafter(kinds: tuple[str, ...], path: str | None, target: Model) -> Dra
         CheckpointError: a file that is damaged, of another kind, or made for another model.
     """
     from sakiyomi.checkpoints.drafter import find_packaged
-    from sakiyomi.nets.binding import find_mismatch
+    from sakiyomi.nets.binding import cut_padding, find_mismatch
 
     lent, info = target.lend(), target.info
     if lent is None:
@@ -323,7 +323,7 @@ def open_drafter(kinds: tuple[str, ...], path: str | None, target: Model) -> Dra
             f"{path} was trained for {stored.target.get('name') or 'another model'}, not for {info.name}: {mismatch}; "
             f"take a drafter of this model, or train one with `sakiyomi train {stored.kind}`."
         )
-    return stored
+    return cut_padding(stored, info.vocab_size) if "probe" not in stored.target else stored
 
 
 def read_drafter_at(path: Path) -> DrafterFile:

@@ -227,6 +227,7 @@ class ModelInfo:
 
     Attributes:
         vocab_size: V, the ids that logits cover (padding of the head left out).
+        padded_vocab_size: rows of embedding and head as the model's files tell it, padding included; None: V.
         max_model_len: positions of the context.
         hidden_size: width of one tap.
         is_bit_exact: whether a row's logits are the same bits whatever is computed beside it.
@@ -244,6 +245,7 @@ class ModelInfo:
     is_bit_exact: bool = False
     dtype: str = "float32"
     draft_shape: DraftShape = "trees"
+    padded_vocab_size: int | None = None
 
 
 @runtime_checkable
@@ -434,6 +436,10 @@ class Drafter(Protocol):
     def rewind(self, sequence: Sequence, length: int) -> None:
         """The sequence's tokens from `length` on were replaced (a new chat turn); forget at least those."""
         self.forget(sequence)
+
+    def fork(self, sequence: Sequence) -> Any:
+        """A memo for another sequence with the same committed tokens; None where that one must be observed anew."""
+        return None
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence is over; drop what was kept for it."""

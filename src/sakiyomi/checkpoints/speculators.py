@@ -149,6 +149,7 @@ def _config(drafter: DrafterFile, num_drafted: int, name: str, architecture: str
         "rope_theta": theta,
         "rope_scaling": scaling or None,
         "max_position_embeddings": own.get("max_positions"),
+        "num_aux_hidden_states": own["num_taps"],  # vLLM takes 3 otherwise, whatever the list of layers
         "attention_bias": any(name.endswith("q_proj.bias") for name in drafter.tensors),
         "mlp_bias": False,
         "tie_word_embeddings": False,

@@ -1,4 +1,4 @@
-"""The command line: `sakiyomi generate | chat | pull | demo | prove | train`."""
+"""The command line: `sakiyomi generate | chat | pull | demo | prove | train | tune | bench | doctor`."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sakiyomi.cli import INTERRUPTED, bench, chat, demo, generate, prove, pull, train, tune
+from sakiyomi.cli import INTERRUPTED, bench, chat, demo, doctor, generate, prove, pull, train, tune
 from sakiyomi.cli.show import join_lines, print_error
 from sakiyomi.errors import SakiyomiError
 
@@ -36,6 +36,7 @@ app.command("pull")(pull.pull)
 app.command("demo")(demo.demo)
 app.command("bench")(bench.bench)
 app.command("prove")(prove.prove)
+app.command("doctor")(doctor.doctor)
 app.command("train")(train.train)
 app.command("tune")(tune.tune)
 

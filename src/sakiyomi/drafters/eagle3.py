@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
 
-from sakiyomi.models.eagle import HeadMemo, HeadRunner, join_rows, open_head
+from sakiyomi.models.eagle import HeadMemo, join_rows, open_head
 from sakiyomi.noise import Randomness
-from sakiyomi.ops.base import Tree
+from sakiyomi.ops.base import Causal, Tree
 from sakiyomi.plugins import check_growth
 from sakiyomi.sampling.distributions import KeyedRandomness
 from sakiyomi.sampling.growth import Growth, SubsetCandidates
@@ -56,7 +57,7 @@ class Eagle3Drafter(Drafter):
         self.randomness = randomness or KeyedRandomness()
         self.parts = open_head(("eagle3", "eagle1"), config.path, context)
         self.taps = self.parts.taps
-        self.runner = HeadRunner(self.parts.net, context.target.info.max_model_len)
+        self.runner = self.parts.new_runner(context.target.info.max_model_len)
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         growths = [self._start(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
@@ -64,8 +65,9 @@ class Eagle3Drafter(Drafter):
         if active:
             self.runner.catch_up([growth.memo for growth in active], [growth.sequence for growth in active])
             self._begin(active)
+        feed = self._feed_chains if self.config.width == 1 else self._feed
         while active := [growth for growth in active if growth.frontier]:
-            self._feed(active)
+            feed(active)
         for growth in growths:
             growth.end()
         return [growth.draft() if len(growth.tree) else Draft.empty() for growth in growths]
@@ -78,6 +80,9 @@ class Eagle3Drafter(Drafter):
     def rewind(self, sequence: Sequence, length: int) -> None:
         if isinstance(sequence.memo, HeadMemo):
             self.runner.rewind(sequence.memo, length)
+
+    def fork(self, sequence: Sequence) -> HeadMemo | None:
+        return sequence.memo.fork() if isinstance(sequence.memo, HeadMemo) else None
 
     def _start(self, sequence: Sequence, budget: int) -> _Growth:
         memo, config = sequence.memo, self.config
@@ -94,8 +99,8 @@ class Eagle3Drafter(Drafter):
 
     def _begin(self, active: Seq[_Growth]) -> None:
         """The children of the roots, from the rows that the target's features made."""
-        read = [growth.memo.last[0] for growth in active if growth.memo.last is not None]
-        logits = self.parts.logits(join_rows(read))
+        rows = [growth.memo.last[0] for growth in active if growth.memo.last is not None]
+        logits = self.runner.ops.to_numpy(join_rows(rows))
         for row, growth in enumerate(active):
             assert growth.memo.last is not None, "the last row was just fed"
             growth.states[ROOT] = growth.memo.last[1]
@@ -105,27 +110,42 @@ class Eagle3Drafter(Drafter):
     def _feed(self, active: Seq[_Growth]) -> None:
         """Run the frontiers, in trees behind their ancestors, and append their children."""
         parts = [growth.rows() for growth in active]
-        bounds = (0, *np.cumsum([len(part.tokens) for part in parts]).tolist())
-        read, states = self.runner.run(
+        bounds = (0, *accumulate(len(part.tokens) for part in parts))
+        rows, states = self.runner.run(
             [growth.memo for growth in active],
             np.array([token for part in parts for token in part.tokens], np.int32),
             join_rows([feature for part in parts for feature in part.features]),
             np.array([position for part in parts for position in part.positions], np.int32),
             Tree(np.array([parent for part in parts for parent in part.parents], np.int32), bounds),
             bounds,
+            [
+                row
+                for growth, end in zip(active, bounds[1:], strict=True)
+                for row in range(end - len(growth.frontier), end)
+            ],
         )
-        wanted = [
-            row
-            for growth, end in zip(active, bounds[1:], strict=True)
-            for row in range(end - len(growth.frontier), end)
-        ]
-        logits = self.parts.logits(read if len(wanted) == len(read) else read[wanted])
+        logits = self.runner.ops.to_numpy(rows)
         row = 0
         for growth, end in zip(active, bounds[1:], strict=True):
             growth.take(states, end)
             for node in growth.frontier:
                 growth.add(node, self._candidates(logits[row]))
                 row += 1
+            growth.go_on()
+
+    def _feed_chains(self, active: Seq[_Growth]) -> None:
+        """`_feed` of chains: each has one node to run, behind rows that its cache keeps until the draft is done."""
+        memos = [growth.memo for growth in active]
+        tokens = np.array([growth.tree.tokens[-1] for growth in active], np.int32)
+        positions = np.array([memo.cache.length for memo in memos], np.int32)
+        features = join_rows([growth.states[ROOT] for growth in active])
+        bounds = tuple(range(len(active) + 1))
+        rows, states = self.runner.run(memos, tokens, features, positions, Causal(bounds), bounds)
+        logits = self.runner.ops.to_numpy(rows)
+        for row, growth in enumerate(active):
+            growth.states[ROOT] = states[row : row + 1]  # what the next node reads
+            memos[row].cache.keep((0,))
+            growth.add(growth.frontier[0], self._candidates(logits[row]))
             growth.go_on()
 
     def _candidates(self, logits: np.ndarray[tuple[int], np.dtype[np.float32]]) -> SubsetCandidates:
@@ -146,16 +166,16 @@ class _Rows:
 class _Growth(Growth):
     """A draft with the cache that its rows land in.
 
-    A chain's rows are committed until the draft is done; a tree's are fed again in front of the next frontier.
+    A tree's rows are fed again in front of the next frontier.
 
     Attributes:
-        states: for each node that was fed, and for the root, the state [1, H] that its children read.
+        states: for each node that was fed, and for the root, the state [1, H] that its children read; of a chain the
+            root's place holds that of the last node.
     """
 
     def __init__(self, *args: Any, width: int, **options: Any) -> None:
         super().__init__(*args, width=width, **options)
         self.states: dict[int, Array] = {}
-        self._is_chain = width == 1
         self._base = len(self.sequence.tokens) - 1
         self._fed: list[int] = []
 
@@ -182,10 +202,7 @@ class _Growth(Growth):
         first = end - len(self.frontier)
         for i, node in enumerate(self.frontier):
             self.states[node] = states[first + i : first + i + 1]
-        if self._is_chain:
-            self.memo.cache.keep([0])
-        else:
-            self._fed += self.frontier
+        self._fed += self.frontier
 
     def end(self) -> None:
         """Drop the rows of the draft: they hold guesses."""

@@ -104,6 +104,9 @@ class MedusaDrafter(Drafter):
         if isinstance(sequence.memo, _Memo) and sequence.memo.length > length:
             sequence.memo = None
 
+    def fork(self, sequence: Sequence) -> _Memo | None:
+        return sequence.memo if isinstance(sequence.memo, _Memo) else None
+
     def _start(self, sequence: Sequence, budget: int) -> Growth:
         memo, config = sequence.memo, self.config
         is_ready = isinstance(memo, _Memo) and memo.length == len(sequence.tokens) - 1

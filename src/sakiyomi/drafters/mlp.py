@@ -124,6 +124,9 @@ class MlpDrafter(Drafter):
         if isinstance(sequence.memo, _Memo) and sequence.memo.length > length:
             sequence.memo = None
 
+    def fork(self, sequence: Sequence) -> _Memo | None:
+        return sequence.memo if isinstance(sequence.memo, _Memo) else None
+
     def _start(self, sequence: Sequence, budget: int) -> Growth:
         memo, config = sequence.memo, self.config
         # Without the taps of the last position fed (attached late, or behind a rewind) there is nothing to draft from.

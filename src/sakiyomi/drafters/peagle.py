@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal
 
-from sakiyomi.models.eagle import HeadMemo, HeadRunner, join_rows, open_head
+from sakiyomi.models.eagle import HeadMemo, join_rows, open_head
 from sakiyomi.noise import Randomness
 from sakiyomi.plugins import check_growth
 from sakiyomi.sampling.distributions import KeyedRandomness
@@ -53,7 +53,7 @@ class PEagleDrafter(Drafter):
         self.randomness = randomness or KeyedRandomness()
         self.parts = open_head(("peagle",), config.path, context)
         self.taps = self.parts.taps
-        self.runner = HeadRunner(self.parts.net, context.target.info.max_model_len)
+        self.runner = self.parts.new_runner(context.target.info.max_model_len)
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         growths = [self._start(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
@@ -61,8 +61,8 @@ class PEagleDrafter(Drafter):
         if active:
             memos = [growth.sequence.memo for growth in active]
             depth = max(growth.max_depth for growth in active)
-            read = self.runner.look_ahead(memos, [growth.sequence for growth in active], depth - 1)
-            logits = self.parts.logits(join_rows(read))
+            rows = self.runner.look_ahead(memos, [growth.sequence for growth in active], depth - 1)
+            logits = self.runner.ops.to_numpy(join_rows(rows))
             for index, growth in enumerate(active):
                 self._grow(growth, logits[index * depth : (index + 1) * depth])
         return [growth.draft() if len(growth.tree) else Draft.empty() for growth in growths]
@@ -75,6 +75,9 @@ class PEagleDrafter(Drafter):
     def rewind(self, sequence: Sequence, length: int) -> None:
         if isinstance(sequence.memo, HeadMemo):
             self.runner.rewind(sequence.memo, length)
+
+    def fork(self, sequence: Sequence) -> HeadMemo | None:
+        return sequence.memo.fork() if isinstance(sequence.memo, HeadMemo) else None
 
     def _start(self, sequence: Sequence, budget: int) -> Growth:
         memo, config = sequence.memo, self.config

@@ -134,5 +134,6 @@ def load_decoder(
         end_token_ids=tuple(checkpoint.end_token_ids),
         is_bit_exact=ops.is_bit_exact,
         dtype=dtype,
+        padded_vocab_size=config.vocab_size,
     )
     return decoder, info

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,9 @@ from sakiyomi.types import Array, DrafterContext, Sequence
 CHUNK = 256
 """Rows that may wait before they are fed; bounds what a long prompt holds."""
 
+MAX_LOGIT_ROWS = 64
+"""Longer runs are of a prompt, of which only the last row's logits are looked at."""
+
 Ints = npt.NDArray[np.int32]
 
 
@@ -32,7 +36,7 @@ class HeadMemo:
 
     Attributes:
         waiting: the target's hidden states [rows, A * Ht] of the positions behind the cache, in order.
-        last: of the cache's last row what the language-model head reads and the state to feed back, each [1, H].
+        last: of the cache's last row what `HeadRunner.run` gives: the logits [1, K] and the state to feed back [1, H].
         is_whole: whether no position was missed.
     """
 
@@ -45,17 +49,23 @@ class HeadMemo:
     def num_waiting(self) -> int:
         return sum(len(taps) for taps in self.waiting)
 
+    def fork(self) -> HeadMemo:
+        """An independent copy."""
+        return HeadMemo(self.cache.fork(), list(self.waiting), self.last, self.is_whole)
+
 
 class HeadRunner:
     """Feeds rows to a head.
 
     Args:
         max_length: positions of the target's context.
+        lm_head: the language-model head [K, H]; without one, what it would read stands for the logits everywhere.
     """
 
-    def __init__(self, head: EagleHead, max_length: int) -> None:
+    def __init__(self, head: EagleHead, max_length: int, lm_head: Any = None) -> None:
         self.head = head
         self.ops = head.ops
+        self._lm_head = lm_head
         self._max_length = max_length
 
     def new_memo(self) -> HeadMemo:
@@ -103,8 +113,7 @@ class HeadRunner:
         """Feed all waiting rows and behind them placeholder rows, as P-EAGLE drafts; those are dropped again.
 
         Returns:
-            For each sequence what the language-model head reads at its last row and at the placeholders
-            [1 + num_ahead, H].
+            For each sequence the logits of its last row and of the placeholders [1 + num_ahead, K].
         """
         return self._feed(memos, sequences, num_ahead)
 
@@ -113,33 +122,55 @@ class HeadRunner:
         if sum(counts) + num_ahead == 0:
             return [memo.last[0] for memo in memos if memo.last is not None]
         rows = [_Rows.of(memo, sequence, num_ahead, self.head) for memo, sequence in zip(memos, sequences, strict=True)]
-        bounds = (0, *np.cumsum([len(part.token_ids) for part in rows]).tolist())
-        read, states = self.run(
+        bounds = (0, *accumulate(len(part.token_ids) for part in rows))
+        starts = [first + max(count - 1, 0) for first, count in zip(bounds, counts, strict=False)]
+        logits, states = self.run(
             memos,
-            np.concatenate([part.token_ids for part in rows]),
+            join_rows([part.token_ids for part in rows]),
             join_rows([part.features for part in rows if len(part.token_ids)]),
-            np.concatenate([part.positions for part in rows]),
+            join_rows([part.positions for part in rows]),
             Causal(bounds),
             bounds,
+            [row for start, end in zip(starts, bounds[1:], strict=True) for row in range(start, end)],
         )
-        results = []
-        for memo, first, count, end in zip(memos, bounds, counts, bounds[1:], strict=False):
+        results, at = [], 0
+        for memo, start, count, end in zip(memos, starts, counts, bounds[1:], strict=True):
             memo.cache.keep(range(count))
             memo.waiting.clear()
+            found = logits[at : at + end - start]
+            at += end - start
             if count:
-                memo.last = (read[first + count - 1 : first + count], states[first + count - 1 : first + count])
+                memo.last = (found[:1], states[start : start + 1])
+                found = found[1:]
             assert memo.last is not None, "a head begins with a row of the target's"
-            results.append(join_rows([memo.last[0], read[first + count : end]]) if num_ahead else memo.last[0])
+            results.append(join_rows([memo.last[0], found]) if num_ahead else memo.last[0])
         return results
 
     def run(
-        self, memos: Seq[HeadMemo], token_ids: Ints, features: Array, positions: Ints, mask: Mask, bounds: Seq[int]
+        self,
+        memos: Seq[HeadMemo],
+        token_ids: Ints,
+        features: Array,
+        positions: Ints,
+        mask: Mask,
+        bounds: Seq[int],
+        wanted: list[int] | None = None,
     ) -> tuple[Array, Array]:
-        """Run packed rows behind the caches; they stay pending there."""
+        """Run packed rows behind the caches, where they stay pending.
+
+        Returns:
+            The logits of the `wanted` rows (None: of all), and the states to feed back [R, H].
+        """
         for memo, first, end in zip(memos, bounds, bounds[1:], strict=False):
             memo.cache.reserve(end - first)
         past = Past([memo.cache.slots() for memo in memos])
-        return self.head.forward(token_ids, features, positions, past, mask)
+        head, num_rows = self._lm_head, len(token_ids)
+        rows = slice(None) if wanted is None or len(wanted) == num_rows else wanted
+        if head is not None and num_rows <= MAX_LOGIT_ROWS:
+            _, states, logits = self.head.forward_to_logits(token_ids, features, positions, past, mask, head)
+            return logits[rows], states
+        read, states = self.head.forward(token_ids, features, positions, past, mask)
+        return read[rows] if head is None else self.ops.linear(read[rows], head), states
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +210,9 @@ class Head:
     vocab_size: int
     sharpness: float
 
-    def logits(self, read: Array) -> npt.NDArray[np.float32]:
-        """[R, K]."""
-        ops: Ops = self.net.ops
-        return ops.to_numpy(ops.logits(read, self.head))
+    def new_runner(self, max_length: int) -> HeadRunner:
+        """What feeds it, over a context of `max_length` positions."""
+        return HeadRunner(self.net, max_length, self.head)
 
 
 def open_head(kinds: tuple[str, ...], path: str | None, context: DrafterContext) -> Head:

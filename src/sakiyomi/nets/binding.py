@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -47,12 +48,33 @@ def resolve_taps(stored: DrafterFile, num_layers: int) -> tuple[int, ...]:
     return taps
 
 
+def cut_padding(stored: DrafterFile, vocab_size: int) -> DrafterFile:
+    """A head without the ids from `vocab_size` on: heads of other projects count the target's padding in."""
+    names = [name for name in stored.tensors if name == "lm_head.weight" or name.startswith("lm_heads.")]
+    num_rows = {len(np.asarray(stored.tensors[name])) for name in names}
+    kept: Any
+    if stored.vocabulary is None:
+        kept = np.arange(vocab_size) if any(count > vocab_size for count in num_rows) else None
+    else:
+        kept = None if int(stored.vocabulary.max(initial=-1)) < vocab_size else stored.vocabulary < vocab_size
+    if kept is None:
+        return stored
+    return replace(
+        stored,
+        vocabulary=None if stored.vocabulary is None else stored.vocabulary[kept],
+        tensors={**stored.tensors, **{name: np.asarray(stored.tensors[name])[kept] for name in names}},
+    )
+
+
 def find_mismatch(told: Mapping[str, Any], info: ModelInfo, lent: Lent) -> str | None:
     """Why a drafter for the target `told` does not fit this one, or None."""
-    for key in SHAPE if "probe" in told else sorted(set(SHAPE) & set(told)):
+    is_foreign = "probe" not in told
+    for key in sorted(set(SHAPE) & set(told)) if is_foreign else SHAPE:
+        if is_foreign and key == "vocab_size" and told[key] == info.padded_vocab_size:
+            continue
         if told.get(key) != getattr(info, key):
             return f"its {key} is {getattr(info, key)} and the drafter's target had {told.get(key)}"
-    if "probe" not in told:
+    if is_foreign:
         return None  # files of other projects tell no more
     probe, own = np.array(told.get("probe", [])), np.array(describe_target(info, lent)["probe"])
     if probe.shape != own.shape or np.linalg.norm(own - probe) > TOLERANCE * np.linalg.norm(probe):

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from sakiyomi.errors import CheckpointError
 from sakiyomi.nets.decoder import rope_frequencies
-from sakiyomi.ops.base import LayerWeights, Mask, Ops, Past, StackSpec
+from sakiyomi.ops.base import HeadEnds, LayerWeights, Mask, Ops, Past, StackSpec
 from sakiyomi.types import Array, DrafterFile, Lent, Tensor
 
 Kind = Literal["eagle1", "eagle3", "peagle"]
@@ -150,6 +150,7 @@ class EagleHead:
         self.layers: list[LayerWeights] = list(weights["layers"])
         self.embedding = embedding
         self._final_norm = final_norm
+        self._kept_ends: HeadEnds | None = None
 
     @classmethod
     def load(cls, config: EagleConfig, tensors: Mapping[str, Tensor], lent: Lent) -> EagleHead:
@@ -187,8 +188,12 @@ class EagleHead:
 
     def placeholders(self, num_rows: int) -> Array:
         """Features [num_rows, H] of P-EAGLE's rows whose inputs are not known yet."""
-        fused = self.fuse(self.weights["mask_hidden"].reshape(1, -1))
+        fused = self._placeholder
         return fused.repeat(num_rows, 0) if isinstance(fused, np.ndarray) else fused.expand(num_rows, -1)
+
+    @cached_property
+    def _placeholder(self) -> Array:
+        return self.fuse(self.weights["mask_hidden"].reshape(1, -1))
 
     def forward(
         self,
@@ -207,30 +212,56 @@ class EagleHead:
         Returns:
             What the language-model head reads [R, H], and the states to feed back [R, H].
         """
-        ops, config = self.ops, self.config
-        x = self._first_layer(ops.embed(self.embedding, token_ids), features, positions, past, mask)
-        if len(self.layers) > 1:
-            later = None if past is None else past.at(past.layer + 1)
-            x, _ = ops.decoder_stack(x, self.layers[1:], config.spec, positions, later, mask)
-        if config.is_first:
-            return x, x
-        normed = ops.rms_norm(x, self.weights["norm.weight"], config.eps)
-        return normed, normed if config.norm_output else x
+        read, states, _ = self._run(token_ids, features, positions, past, mask, None)
+        return read, states
 
-    def _first_layer(
-        self, embedded: Array, features: Array, positions: npt.NDArray[np.int32], past: Past | None, mask: Mask
-    ) -> Array:
-        ops, config, layer = self.ops, self.config, self.layers[0]
+    def forward_to_logits(
+        self,
+        token_ids: npt.NDArray[np.int32],
+        features: Array,
+        positions: npt.NDArray[np.int32],
+        past: Past | None,
+        mask: Mask,
+        head: Any,
+    ) -> tuple[Array, Array, Array]:
+        """`forward`, and the logits [R, K] over a language-model head [K, H]."""
+        read, states, logits = self._run(token_ids, features, positions, past, mask, head)
+        return read, states, self.ops.linear(read, head) if logits is None else logits
+
+    def _run(
+        self,
+        token_ids: npt.NDArray[np.int32],
+        features: Array,
+        positions: npt.NDArray[np.int32],
+        past: Past | None,
+        mask: Mask,
+        head: Any,
+    ) -> tuple[Array, Array, Array | None]:
+        ops, config = self.ops, self.config
         if config.is_first:
-            residual = read = ops.linear(
-                ops.concat([embedded, features]), self.weights["fc.weight"], self.weights["fc.bias"]
+            both = ops.concat([ops.embed(self.embedding, token_ids), features])
+            fused = ops.linear(both, self.weights["fc.weight"], self.weights["fc.bias"])
+            x, _ = ops.decoder_stack(fused, self.layers, config.spec, positions, past, mask, read=fused)
+            return x, x, None
+        with_logits = head is not None
+        normed, states, logits = ops.head_pass(
+            features, token_ids, self._ends(head), self.layers, config.spec, positions, past, mask, with_logits
+        )
+        return normed, normed if config.norm_output else states, logits
+
+    def _ends(self, head: Any) -> HeadEnds:
+        """What stands around the layers; kept, since every pass of a chain asks for the same."""
+        head = self.embedding if head is None else head  # never read where no logits are wanted
+        if self._kept_ends is None or self._kept_ends.head is not head:
+            self._kept_ends = HeadEnds(
+                embedding=self.embedding,
+                embed_norm=self.layers[0].input_norm,
+                feature_norm=self.weights["layers.0.hidden_norm.weight"],
+                norm_before_residual=self.config.norm_before_residual,
+                final_norm=self.weights["norm.weight"],
+                head=head,
             )
-        else:
-            normed = ops.rms_norm(features, self.weights["layers.0.hidden_norm.weight"], config.eps)
-            read = ops.concat([ops.rms_norm(embedded, layer.input_norm, config.eps), normed])
-            residual = normed if config.norm_before_residual else features
-        x = ops.add(residual, ops.self_attention(read, layer, config.spec, positions, past, mask))
-        return ops.add(x, ops.feed_forward(x, layer, config.eps))
+        return self._kept_ends
 
 
 def prepare(

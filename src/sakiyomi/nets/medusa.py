@@ -113,16 +113,23 @@ class MedusaHeads:
         ops, hidden = self.ops, self.config.hidden_size
         x = ops.rms_norm(states, *self._final_norm)
         stacked = ops.linear(x, *self._blocks[0][0])
-        parts = [stacked[:, index * hidden : (index + 1) * hidden] for index in range(num_heads)]
-        rows = [ops.add(x, self._silu(part)) for part in parts]
+        parts = stacked[:, : num_heads * hidden].reshape(-1, hidden)
+        repeated = ops.concat([x] * num_heads).reshape(-1, hidden)
+        joined = ops.add(repeated, self._silu(parts)).reshape(len(x), num_heads, hidden)
+        rows = [joined[:, index] for index in range(num_heads)]
         for layer in self._blocks[1:]:
             rows = [ops.add(row, self._silu(ops.linear(row, *layer[index]))) for index, row in enumerate(rows)]
         return rows
 
     def logits(self, features: Sequence[Array]) -> list[Array]:
         """Logits [R, K] of each head."""
-        heads = [self._heads[0]] * len(features) if len(self._heads) == 1 else list(self._heads)
-        return [self.ops.logits(row, head) for row, head in zip(features, heads, strict=False)]
+        if len(self._heads) > 1:
+            return [self.ops.linear(row, head) for row, head in zip(features, self._heads, strict=False)]
+        # One product for all, which reads the shared matrix once.
+        num_rows, hidden = features[0].shape
+        rows = self.ops.concat(list(features)).reshape(-1, hidden)
+        logits = self.ops.linear(rows, self._heads[0]).reshape(num_rows, len(features), -1)
+        return [logits[:, index] for index in range(len(features))]
 
     def _silu(self, x: Array) -> Array:
         ones = self._one.repeat(len(x), 0) if isinstance(self._one, np.ndarray) else self._one.expand(len(x), -1)

@@ -170,6 +170,25 @@ class MlpWeights:
     eps: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadEnds:
+    """What stands around the layers of an EAGLE head (nets/eagle3.py).
+
+    Attributes:
+        embed_norm, feature_norm: of the token's embedding and of the state that is fed, [H] each.
+        norm_before_residual: the residual stream begins with the normed state.
+        final_norm: behind the last layer, [H].
+        head: the language-model head [K, H].
+    """
+
+    embedding: Weight
+    embed_norm: Array
+    feature_norm: Array
+    norm_before_residual: bool
+    final_norm: Array
+    head: Weight
+
+
 Hide = Callable[[str, Array], Array]
 """From the name of a matrix and its inputs to the inputs with some of them hidden (training's dropout)."""
 
@@ -301,6 +320,32 @@ class Ops(ABC):
         states = self.mlp_state(left, token_ids, embedding, weights, None)
         return states, self.linear(self.rms_norm(states, weights.norm, weights.eps), head)
 
+    # ---- a pass of an EAGLE head, composed
+
+    def head_pass(
+        self,
+        features: Array,
+        token_ids: npt.NDArray[np.int32],
+        ends: HeadEnds,
+        layers: Sequence[LayerWeights],
+        spec: StackSpec,
+        positions: npt.NDArray[np.int32],
+        past: Past | None,
+        mask: Mask,
+        with_logits: bool,
+    ) -> tuple[Array, Array, Array | None]:
+        """Run the layers over features [R, H] with the embeddings of `token_ids` [R] beside them.
+
+        Returns:
+            The states behind the last layer, normed [R, H] and not normed [R, H], and the logits [R, K] or None.
+        """
+        normed = self.rms_norm(features, ends.feature_norm, spec.eps)
+        read = self.concat([self.rms_norm(self.embed(ends.embedding, token_ids), ends.embed_norm, spec.eps), normed])
+        start = normed if ends.norm_before_residual else features
+        states, _ = self.decoder_stack(start, layers, spec, positions, past, mask, read=read)
+        normed = self.rms_norm(states, ends.final_norm, spec.eps)
+        return normed, states, self.linear(normed, ends.head) if with_logits else None
+
     # ---- a decoder stack, composed
 
     def decoder_stack(
@@ -312,12 +357,14 @@ class Ops(ABC):
         past: Past | None,
         mask: Mask,
         taps: Sequence[int] = (),
+        read: Array | None = None,
     ) -> tuple[Array, list[Array]]:
         """Run pre-norm decoder layers over x [R, H].
 
         Args:
             past: the caches, or None; layer i of `layers` uses layer past.layer + i of the caches.
             taps: layer numbers t in 0..len(layers), the hidden state after t layers (0: x itself), ascending.
+            read: [R, K of the first layer's qkv], what its attention reads in place of the normed x.
 
         Returns:
             The hidden state after the last layer [R, H] (not normed), and one [R, H] per tap.
@@ -326,24 +373,12 @@ class Ops(ABC):
         kept = {0: x} if 0 in wanted else {}
         for index, layer in enumerate(layers):
             here = None if past is None else past.at(past.layer + index)
-            x = self._decoder_layer(x, layer, spec, positions, here, mask, spec.window(index))
+            normed = read if read is not None and index == 0 else self.rms_norm(x, layer.input_norm, spec.eps)
+            x = self.add(x, self.self_attention(normed, layer, spec, positions, here, mask, spec.window(index)))
+            x = self.add(x, self.feed_forward(x, layer, spec.eps))
             if index + 1 in wanted:
                 kept[index + 1] = x
         return x, [kept[tap] for tap in taps]
-
-    def _decoder_layer(
-        self,
-        x: Array,
-        layer: LayerWeights,
-        spec: StackSpec,
-        positions: npt.NDArray[np.int32],
-        past: Past | None,
-        mask: Mask,
-        window: int | None,
-    ) -> Array:
-        normed = self.rms_norm(x, layer.input_norm, spec.eps)
-        x = self.add(x, self.self_attention(normed, layer, spec, positions, past, mask, window))
-        return self.add(x, self.feed_forward(x, layer, spec.eps))
 
     def self_attention(
         self,

@@ -21,6 +21,7 @@ from sakiyomi.ops.base import (
     Blocks,
     Causal,
     Dense,
+    HeadEnds,
     LayerWeights,
     Mask,
     Matrix,
@@ -277,15 +278,17 @@ class NativeOps(Ops):
         past: Past | None,
         mask: Mask,
         taps: Sequence[int] = (),
+        read: Floats | None = None,
     ) -> tuple[Floats, list[Floats]]:
         if past is None or not layers:
-            return super().decoder_stack(x, layers, spec, positions, past, mask, taps)
+            return super().decoder_stack(x, layers, spec, positions, past, mask, taps, read)
         x, positions = _floats(x), _ints(positions)
         bounds, parents = _segments(mask)
         table = self._rope_table(positions, spec.inv_freq, spec.rope_scale)
         out, tapped = np.empty_like(x), [np.empty_like(x) for _ in taps]
         self._stack(layers, spec).run(
-            x, positions, table, *_caches(past), past.layer, bounds, parents, list(taps), tapped, out, self.threads
+            *(x, positions, table, *_caches(past), past.layer, bounds, parents, list(taps), tapped, out, self.threads),
+            None if read is None else _floats(read),
         )
         return out, tapped
 
@@ -302,6 +305,37 @@ class NativeOps(Ops):
                 self._stacks.clear()
             self._stacks[key] = entry
         return entry[2]
+
+    # ---- a pass of an EAGLE head, fused
+
+    def head_pass(
+        self,
+        features: Floats,
+        token_ids: npt.NDArray[np.int32],
+        ends: HeadEnds,
+        layers: Sequence[LayerWeights],
+        spec: StackSpec,
+        positions: npt.NDArray[np.int32],
+        past: Past | None,
+        mask: Mask,
+        with_logits: bool,
+    ) -> tuple[Floats, Floats, Floats | None]:
+        if past is None:
+            return super().head_pass(features, token_ids, ends, layers, spec, positions, past, mask, with_logits)
+        features, positions = _floats(features), _ints(positions)
+        bounds, parents = _segments(mask)
+        normed, states = np.empty_like(features), np.empty_like(features)
+        logits = np.empty((len(features), ends.head.shape[0]), np.float32) if with_logits else None
+        around = (
+            *(ends.embedding, ends.embed_norm, ends.feature_norm, ends.norm_before_residual, ends.final_norm),
+            ends.head,
+        )
+        table = self._rope_table(positions, spec.inv_freq, spec.rope_scale)
+        self._stack(layers, spec).run_head(
+            *(features, _ints(token_ids), around, positions, table, *_caches(past), past.layer, bounds, parents),
+            *(normed, states, logits, self.threads),
+        )
+        return normed, states, logits
 
     # ---- helpers
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf, log
 
@@ -27,7 +27,7 @@ from sakiyomi.prove.memo import MemoModel
 from sakiyomi.prove.sequential import CellTest, TiltTest, least_cell_deviation, least_tilt
 from sakiyomi.sampling.distributions import Law, draft_law, law_of
 from sakiyomi.tree import SAMPLED, Draft
-from sakiyomi.types import Drafter, Sequence, Verifier
+from sakiyomi.types import Drafter, Sequence, Span, Verifier
 
 ALPHA = 1e-3
 POWER = 0.95
@@ -124,6 +124,7 @@ class Bench:
         self.drafter = drafter
         self.contexts = contexts
         self._nodes: OrderedDict[tuple[int, Prefix], _Node] = OrderedDict()
+        self._seen: dict[int, Sequence] = {}
 
     def test(
         self,
@@ -168,7 +169,29 @@ class Bench:
         context = self.contexts[index]
         tokens = [*context.tokens, *prefix]
         # Without end ids: answers go on behind them.
-        return Sequence(str(index), tokens, context.num_prompt, context.params, seed, TokenCache(tokens[:-1]))
+        sequence = Sequence(str(index), tokens, context.num_prompt, context.params, seed, TokenCache(tokens[:-1]))
+        if self.drafter.taps:
+            self._show(sequence, index)
+        return sequence
+
+    def _show(self, sequence: Sequence, index: int) -> None:
+        """Let a drafter with taps see the committed tokens, those of the context once for all draws."""
+        context = self.contexts[index].tokens
+        if index not in self._seen:
+            first = self._seen[index] = replace(sequence, tokens=list(context), cache=TokenCache(context[:-1]))
+            self._observe(first, 0)
+            self.drafter.propose([first], [1])  # what waits to be computed is computed before it is copied
+        sequence.memo = self.drafter.fork(self._seen[index])
+        self._observe(sequence, 0 if sequence.memo is None else len(context) - 1)
+
+    def _observe(self, sequence: Sequence, start: int) -> None:
+        known = tuple(sequence.tokens[:-1])
+        if start == len(known):
+            return
+        cached, new = known[:start], known[start:]
+        span = Span(sequence.cache, new, range(-1, len(new) - 1), (), self.drafter.taps)
+        branches = [new[: row + 1] for row in range(len(new))]
+        self.drafter.observe(sequence, start, new, self.model.taps(cached, branches, span))
 
     def _find_strata(self, index: int) -> list[tuple[int, Prefix, float]]:
         found: list[tuple[int, Prefix, float]] = []

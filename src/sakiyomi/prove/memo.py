@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sakiyomi.decode import PREFILL_CHUNK
+from sakiyomi.models.eagle import join_rows
 from sakiyomi.models.packing import check_span
 from sakiyomi.models.toy import TokenCache
 from sakiyomi.params import SamplingParams
@@ -22,6 +23,7 @@ from sakiyomi.types import Array, Cache, History, Lent, Model, Output, Span
 
 MAX_BYTES = 256 * 2**20
 MAX_LAWS = 256
+MAX_TAPS = 2**14  # rows of hidden states
 MAX_TAIL = 8  # tokens beyond a prefilled beginning that a row may recompute
 
 Path = tuple[int, ...]
@@ -42,6 +44,7 @@ class MemoModel(Model):
         self._max_rows = max(max_bytes // (4 * model.info.vocab_size), 1)
         self._rows: OrderedDict[Path, Logits] = OrderedDict()
         self._laws: OrderedDict[tuple[Path, int, frozenset[int], int], tuple[Law, SamplingParams]] = OrderedDict()
+        self._taps: OrderedDict[tuple[Path, tuple[int, ...]], Array] = OrderedDict()
         self._bases: dict[Path, Cache] = {}
         self._shallow: dict[tuple[int, tuple[int, ...]], MemoModel] = {}
 
@@ -92,11 +95,19 @@ class MemoModel(Model):
         branches: list[Path] = []
         for token, parent in zip(span.tokens, span.parents, strict=True):
             branches.append((*(branches[parent] if parent >= 0 else ()), token))
-        taps = self._compute_taps(cached, span) if span.taps else None
+        taps = self.taps(cached, branches, span) if span.taps else None
         return _LazyOutput(self, cached, [branches[row] for row in span.logit_rows], taps)
 
-    def _compute_taps(self, cached: Path, span: Span) -> Array | None:
-        return self._pass(Span(self._prefill(cached), span.tokens, span.parents, (), span.taps)).taps
+    def taps(self, cached: Path, branches: Seq[Path], span: Span) -> Array:
+        """The hidden states of a span's rows behind `cached`; a row is known by all tokens up to its own."""
+        keys = [(cached + branch, span.taps) for branch in branches]
+        if any(key not in self._taps for key in keys):
+            found = self._pass(Span(self._prefill(cached), span.tokens, span.parents, (), span.taps)).taps
+            assert found is not None, "taps were asked for"
+            if len(self._taps) + len(keys) > MAX_TAPS:
+                self._taps.clear()
+            self._taps.update((key, found[row : row + 1]) for row, key in enumerate(keys))
+        return join_rows([self._taps[key] for key in keys])
 
     def _base(self, path: Path) -> Path:
         """The longest prefilled beginning of `path`, or a new one where none is long enough."""

@@ -98,6 +98,8 @@ def rank(logits: Float32s, history: History, count: int, subset: Ids | None = No
         best, log_total, order = _summarize(row, min(count, row.size))
         if not best > -np.inf:
             raise _nan_error(history) if np.isnan(best) else _nothing_left_error(history)
+        if len(order) == 1:  # nothing to subtract from itself; a drafter asks this for every token of a chain
+            return (order if subset is None else [int(subset[order[0]])]), [-float(log_total)]
         confidences = _shift(row[order], best) - log_total
         return (order if subset is None else subset[order].tolist()), confidences.tolist()
     best = row.max()
