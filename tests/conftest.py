@@ -127,9 +127,9 @@ def trained_toy(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(scope="session")
 def toy_mlp(trained_toy: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An mlp drafter fitted to 20 answers of the trained toy, until it knows them."""
-    from sakiyomi.train.fit import fit_mlp
-    from trained_toy import FAST_FIT, write_documents
+    from sakiyomi.train.mlp import fit_mlp
+    from trained_toy import FAST_FIT, KINDS, write_documents
 
     model = trained_toy.load()
     shards = write_documents(model, trained_toy.prompts[:20], 60, 1.0)
-    return fit_mlp(FAST_FIT, shards, model, tmp_path_factory.mktemp("mlp"))
+    return fit_mlp({**FAST_FIT, **KINDS["mlp"]}, shards, model, tmp_path_factory.mktemp("mlp"))

@@ -13,7 +13,6 @@ VOCAB, WIDTH, INNER, LAYERS, HEADS = 96, 64, 96, 2, 2
 END, NUM_PHRASES = VOCAB - 1, 18
 TAPS = (1, LAYERS)
 FAST_FIT = {
-    "inner_size": 96,
     "passes": 30,
     "rows_per_step": 250,
     "learning_rate": 4e-3,
@@ -26,6 +25,20 @@ FAST_FIT = {
     "held_out": 0.05,
     "patience": 0,
 }
+KINDS: dict[str, dict[str, object]] = {
+    "mlp": {"inner_size": 96},
+    "eagle3": {"inner_size": 96, "head_dim": 32, "unroll": [[0.0, 3]], "num_layers": 2, "passes": 25},
+    "peagle": {"inner_size": 96, "head_dim": 32, "unroll": [[0.0, 3]], "num_layers": 2, "passes": 25},
+    "medusa": {"num_heads": 3, "num_layers": 2, "unroll": [[0.0, 3]], "passes": 60, "learning_rate": 2e-2},
+}
+"""What the families of trained heads need to know some texts of the toy by heart, beside `FAST_FIT`."""
+
+
+def load_fit(kind: str):  # type: ignore[no-untyped-def]
+    """The function that fits drafters of a kind, as the package's recipe names it."""
+    from sakiyomi.train.recipe import read_recipe
+
+    return read_recipe(kind).load_fit()
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 from sakiyomi.ops.torch import TorchOps  # noqa: E402
 from sakiyomi.train.batches import Batch  # noqa: E402
-from sakiyomi.train.heads import Frozen  # noqa: E402
+from sakiyomi.train.heads import Frozen, Noise  # noqa: E402
 from sakiyomi.train.mlp import MlpTrainee  # noqa: E402
 from sakiyomi.types import ModelInfo  # noqa: E402
 
@@ -116,10 +116,11 @@ def test_unrolled_training_equals_the_drafting_chain_row_by_row() -> None:
     """Step i at row t is the i-th draft behind the taps of t, the token t + 1, and then the text itself."""
     trainee, frozen = make_trainee()
     batch = make_batch()
-    config, tensors = trainee.export()
-    assert config["inner_size"] == INNER
+    exported = trainee.export(np.arange(VOCAB))
+    assert exported.config["inner_size"] == INNER
     ops = NativeOps(dtype="float32", threads=1)
-    tensors[TOKEN_IDS] = OWN
+    tensors = {**exported.tensors, **exported.kept}
+    assert np.array_equal(tensors[TOKEN_IDS], OWN)
     net = MlpSpeculator.load(ops, CONFIG, tensors, ops.weight(frozen.embedding.numpy()), VOCAB)
     with torch.no_grad():
         unrolled = [(rows, features.numpy()) for rows, features in trainee.unroll(batch, 3)]
@@ -155,13 +156,14 @@ def test_hidden_inputs_lie_at_their_means() -> None:
     batch = make_batch()
     seen = []
 
-    def hide(x: Any) -> Any:
-        seen.append(x.shape)
-        return torch.zeros_like(x)
+    class HideAll(Noise):
+        def hide(self, x: Any) -> Any:
+            seen.append(x.shape)
+            return torch.zeros_like(x)
 
     with torch.no_grad():
         trainee.parameters["start.tokens"].zero_()
-        _, features = next(iter(trainee.unroll(batch, 1, hide)))
+        _, features = next(iter(trainee.unroll(batch, 1, HideAll(0.5, 0))))
         wanted = trainee.frozen.ops.rms_norm(
             trainee.parameters["start.bias"][None], trainee.parameters["norm.weight"], CONFIG.eps
         )

@@ -16,6 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from sakiyomi.assemble import ModelOptions, load_model, make_drafter  # noqa: E402
 from sakiyomi.checkpoints.drafter import read_drafter  # noqa: E402
 from sakiyomi.decode import prefill, step  # noqa: E402
 from sakiyomi.drafters.mlp import MlpDrafter, read_config  # noqa: E402
@@ -24,14 +25,14 @@ from sakiyomi.errors import CheckpointError, ParameterError, SakiyomiError  # no
 from sakiyomi.params import SamplingParams  # noqa: E402
 from sakiyomi.train.acceptance import find_hits, measure_acceptance  # noqa: E402
 from sakiyomi.train.batches import read_batch  # noqa: E402
-from sakiyomi.train.fit import STATE_FILE, FitConfig, fit_mlp  # noqa: E402
+from sakiyomi.train.fit import STATE_FILE, FitConfig  # noqa: E402
 from sakiyomi.train.heads import CandidateSet, Frozen, find_columns  # noqa: E402
-from sakiyomi.train.mlp import MlpTrainee  # noqa: E402
+from sakiyomi.train.mlp import MlpTrainee, fit_mlp  # noqa: E402
 from sakiyomi.types import Drafter, DrafterContext, Sequence  # noqa: E402
 from sakiyomi.verify.match import MatchVerifier  # noqa: E402
-from trained_toy import FAST_FIT, VOCAB, write_documents  # noqa: E402
+from trained_toy import FAST_FIT, KINDS, VOCAB, load_fit, write_documents  # noqa: E402
 
-SMALL = {**FAST_FIT, "passes": 4, "dropout": 0.1, "vocabulary": 64, "num_frequent": 32, "num_random": 8}
+SMALL = {**FAST_FIT, **KINDS["mlp"], "passes": 4, "dropout": 0.1, "vocabulary": 64, "num_frequent": 32, "num_random": 8}
 
 # A run that kills itself without warning at a step, as a fresh process.
 KILLED = """
@@ -42,14 +43,15 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from trained_toy import Toy, speak, write_documents
 import numpy as np
-from sakiyomi.train.fit import fit_mlp
+from trained_toy import load_fit
 import json
 toy = Toy(Path(sys.argv[2]), [speak(np.random.default_rng(100 + i), 12) for i in range(40)])
 model, stop = toy.load(), int(sys.argv[4])
 def tell(progress):
     if progress.step == stop:
         os.kill(os.getpid(), signal.SIGKILL)
-fit_mlp(json.loads(sys.argv[5]), write_documents(model, toy.prompts[:8], 40, 1.0), model, Path(sys.argv[3]), tell=tell)
+shards = write_documents(model, toy.prompts[:8], 40, 1.0)
+load_fit(sys.argv[6])(json.loads(sys.argv[5]), shards, model, Path(sys.argv[3]), tell=tell)
 """
 
 
@@ -62,17 +64,19 @@ def fit(trained_toy: Any, shards: Any, folder: Path, **more: Any) -> Path:
     return fit_mlp({**SMALL, **more}, shards, trained_toy.load(), folder)
 
 
-def test_a_killed_run_ends_with_the_same_bytes(trained_toy: Any, shards: Any, tmp_path: Path) -> None:
-    recipe = {**SMALL, "checkpoint_s": 0.0}
-    whole = fit(trained_toy, shards, tmp_path / "whole")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_run_ends_with_the_same_bytes(trained_toy: Any, shards: Any, tmp_path: Path, kind: str) -> None:
+    shape = {**KINDS[kind], "passes": 4}
+    recipe = {**FAST_FIT, **shape, "dropout": 0.1, "num_frequent": 32, "num_random": 8, "checkpoint_s": 0.0}
+    whole = load_fit(kind)({**recipe, "checkpoint_s": 100.0}, shards, trained_toy.load(), tmp_path / "whole")
     tests = Path(__file__).resolve().parent.parent
-    arguments = [str(tests), str(trained_toy.folder), str(tmp_path / "killed"), "4", json.dumps(recipe)]
+    arguments = [str(tests), str(trained_toy.folder), str(tmp_path / "killed"), "4", json.dumps(recipe), kind]
     done = subprocess.run(
         [sys.executable, "-c", KILLED, *arguments], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
     )
     assert done.returncode == -signal.SIGKILL
     assert (tmp_path / "killed" / STATE_FILE).is_file()
-    resumed = fit_mlp(recipe, shards, trained_toy.load(), tmp_path / "killed")
+    resumed = load_fit(kind)(recipe, shards, trained_toy.load(), tmp_path / "killed")
     digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (whole, resumed)]
     assert digests[0] == digests[1]
 
@@ -154,14 +158,15 @@ def decode(model: Any, drafter: Drafter, prompts: list[list[int]], num_tokens: i
     return 1 + accepted / steps, first / steps
 
 
-def test_twenty_dialogues_are_learnt_by_heart(trained_toy: Any, tmp_path: Path) -> None:
-    """A feature or a position that is off by one would keep the first guess from being right nine times in ten."""
-    model = trained_toy.load()
-    prompts = trained_toy.prompts[:20]
+@pytest.mark.parametrize("kind", KINDS)
+def test_twenty_dialogues_are_learnt_by_heart(trained_toy: Any, tmp_path: Path, kind: str) -> None:
+    """A feature, a position or a mask that is off by one would keep the first guess from being right nine times in
+    ten."""
+    loaded = load_model(trained_toy.folder, ModelOptions(dtype="float32", threads=1))
+    model, prompts = loaded.model, trained_toy.prompts[:20]
     shards = write_documents(model, prompts, 60)
-    path = fit_mlp(FAST_FIT, shards, model, tmp_path)
-    drafter = MlpDrafter(MlpDrafter.Config(path=str(path)), DrafterContext(model, lambda name: model))
-    length, first = decode(model, drafter, prompts, 60)
+    path = load_fit(kind)({**FAST_FIT, "evaluations": 1, "loss": {"ce": 1.0}, **KINDS[kind]}, shards, model, tmp_path)
+    length, first = decode(model, make_drafter(f"{kind}:path={path}", loaded, ModelOptions()), prompts, 60)
     assert first > 0.9
     assert length > 3
     assert length > 1.3 * decode(model, NgramDrafter(NgramDrafter.Config(num_speculative_tokens=3)), prompts, 60)[0]
@@ -176,7 +181,7 @@ def test_offline_acceptance_is_that_of_the_real_loop(trained_toy: Any, toy_mlp: 
     shards = write_documents(model, prompts, 60)
     total, lengths = 0, []
     for index, prompt in enumerate(prompts):
-        hits = find_hits(trainee, read_batch(shards, [index]), frozen.head, torch.from_numpy(ALL), 3)
+        hits = find_hits(trainee, read_batch(shards, [index]), torch.from_numpy(ALL), 3)
         right = np.minimum.accumulate(hits, axis=1).sum(1)
         rounds, row = [], len(prompt) - 2  # behind the taps of the last prompt token but one
         while row < len(hits) - 5:
@@ -189,7 +194,7 @@ def test_offline_acceptance_is_that_of_the_real_loop(trained_toy: Any, toy_mlp: 
         total += len(rounds)
         lengths.append(1 + np.mean(rounds))
     assert total > 60
-    found = measure_acceptance(trainee, frozen, shards, range(len(prompts)), ALL)
+    found = measure_acceptance(trainee, shards, range(len(prompts)), ALL)
     assert found.lengths[2] == pytest.approx(np.mean(lengths), abs=0.2)
     assert found.conditional[0] == found.hit
 

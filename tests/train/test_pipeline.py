@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,17 +12,21 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from sakiyomi.assemble import LoadedModel, ModelOptions, make_drafter
+from sakiyomi.assemble import LoadedModel, ModelOptions, make_drafter, read_drafter_at
 from sakiyomi.checkpoints.drafter import read_drafter
 from sakiyomi.cli.app import run
+from sakiyomi.decode import prefill
 from sakiyomi.errors import ParameterError
+from sakiyomi.params import SamplingParams
 from sakiyomi.train.data import load_corpus
 from sakiyomi.train.files import hash_file
 from sakiyomi.train.measure import MeasureConfig, choose_prompts, measure_drafter
 from sakiyomi.train.pipeline import Pipeline
 from sakiyomi.train.recipe import list_recipes, read_recipe
+from sakiyomi.types import Sequence
 
 SETTINGS = [
     *("data.num_tokens=4000", "data.batch=8", "data.unit_documents=8", "data.answer_tokens=40", "data.user_tokens=20"),
@@ -178,3 +183,66 @@ def test_recipes_of_the_users_own(tmp_path: Path) -> None:
     path.write_text('fit_with = "sakiyomi.nowhere:fit"\n')
     with pytest.raises(ParameterError, match="names no function"):
         read_recipe("table", path).load_fit()
+
+
+# ---------------------------------------------------------------------------------------------- trained heads
+
+
+HEAD_SETTINGS = [
+    *("fit.passes=1", "fit.rows_per_step=100", "fit.head_dim=16", "fit.inner_size=32", "fit.num_layers=1"),
+    *("fit.vocabulary=128", "fit.num_frequent=32", "fit.num_random=32", "fit.evaluations=1"),
+    *('export.format="speculators"', "export.target=some/model", "measure.temperatures=[0.0]"),
+]
+
+
+def test_a_head_is_killed_goes_on_and_is_exported_for_vllm(
+    finished: Path, chat_folder: Path, chat_target: LoadedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    found = []
+    for number in range(2):
+        out = tmp_path / str(number)
+        shutil.copytree(finished / "data", out / "data")
+        changes = [part for setting in HEAD_SETTINGS for part in ("--set", setting)]
+        command = [*arguments(chat_folder, out, *changes, "--json")]
+        command[1] = "eagle3"
+        if number:
+            killed = subprocess.Popen(
+                [sys.executable, "-m", "sakiyomi", *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+            while killed.poll() is None and not (out / "eagle3" / "fit.safetensors").exists():
+                time.sleep(0.005)
+            killed.send_signal(signal.SIGKILL)
+            killed.wait()
+            assert not (out / "eagle3.safetensors").exists()
+        assert run(command) == 0
+        found.append(hashes(out / "eagle3-speculators") | {"own": hash_file(out / "eagle3" / "drafter.safetensors")})
+    assert found[0] == found[1]
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["folder"] == str(tmp_path / "1" / "eagle3-speculators")
+    own, served = read_drafter(Path(told["drafter"])), read_drafter_at(Path(told["folder"]))
+    assert served.taps == own.taps == (1, 2)
+    assert (served.config["norm_output"], served.config["norm_before_residual"], served.config["fc_norm"]) == (
+        True,
+    ) * 3
+    assert np.array_equal(served.vocabulary, own.vocabulary)
+    drafts = []
+    for path in (told["drafter"], told["folder"]):
+        sequence = Sequence("s", list(b"<user>abc"), 9, SamplingParams(temperature=0), 0, chat_target.model.new_cache())
+        drafter = make_drafter(f"eagle3:path={path}", chat_target, ModelOptions())
+        prefill(chat_target.model, drafter, sequence)
+        drafts.append(drafter.propose([sequence], [3])[0].tokens)
+    assert len(drafts[0]) == 3
+    assert drafts[0] == drafts[1]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "setting", "told"),
+    [("table", "export.format=speculators", "no room for the drafter table"), ("eagle3", "export.format=onnx", "onnx")],
+)
+def test_what_cannot_be_exported_is_refused_first(
+    drafter: str, setting: str, told: str, chat_target: LoadedModel, tmp_path: Path
+) -> None:
+    with pytest.raises(ParameterError, match=told):
+        Pipeline(chat_target, read_recipe(drafter, settings=[setting]), tmp_path).run()
+    assert not (tmp_path / "data").exists()

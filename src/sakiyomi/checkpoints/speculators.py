@@ -23,7 +23,7 @@ from sakiyomi.checkpoints.layout import (
     read_eagle_layout,
 )
 from sakiyomi.errors import CheckpointError
-from sakiyomi.types import DrafterFile, Tensor
+from sakiyomi.types import DrafterFile, Quantized, Tensor
 
 logger = logging.getLogger("sakiyomi")
 
@@ -110,7 +110,7 @@ def write_speculators(
             f"a drafter of kind {drafter.kind!r} has no place in the speculators format; "
             f"it holds {', '.join(ALGORITHMS)}."
         )
-    tensors = {name: np.asarray(tensor, np.float32) for name, tensor in drafter.tensors.items()}
+    tensors = {name: _expand(tensor) for name, tensor in drafter.tensors.items()}
     for name, lent in (("embed_tokens.weight", embedding), ("lm_head.weight", head)):
         if name not in tensors and lent is None:
             raise CheckpointError(f"the drafter has no {name} of its own; give the target's to write it.")
@@ -124,6 +124,10 @@ def write_speculators(
     save_file({name: np.ascontiguousarray(arrays[name]) for name in sorted(arrays)}, folder / WEIGHTS_NAME)
     config = _config(drafter, len(ids), target_name, target_architecture, num_speculative_tokens)
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _expand(tensor: Tensor) -> npt.NDArray[np.float32]:
+    return tensor.dequantize() if isinstance(tensor, Quantized) else np.asarray(tensor, np.float32)
 
 
 def _config(drafter: DrafterFile, num_drafted: int, name: str, architecture: str, num_tokens: int) -> dict[str, Any]:

@@ -102,6 +102,7 @@ def _progress() -> Iterator[Report]:
 def _describe(trained: Trained) -> dict[str, Any]:
     return {
         "drafter": None if trained.path is None else str(trained.path),
+        "folder": None if trained.folder is None else str(trained.folder),
         "counts": trained.counts,
         "measured": trained.measured,
     }
@@ -121,6 +122,8 @@ def _print(trained: Trained, drafter: str) -> None:
         _print_measured(console, trained.measured)
     if trained.path is not None:
         console.print(f"drafter: {trained.path}   use it with --drafter {drafter}:path={trained.path}")
+    if trained.folder is not None:
+        console.print(f"for vLLM: {trained.folder}")
 
 
 def _print_measured(console: Console, results: list[dict[str, Any]]) -> None:

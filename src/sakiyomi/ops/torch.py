@@ -211,8 +211,8 @@ def _attend_segment(q: Tensor, keys: Tensor, values: Tensor, allowed: Tensor | N
 def _with_past(past: Past, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """A sequence's cached keys and values followed by the call's own."""
     slots = past.slots[index]
-    if not keys.requires_grad and not values.requires_grad:
-        end = slots.end + keys.shape[1]
+    end = slots.end + keys.shape[1]
+    if slots.keys.shape[2] >= end and not keys.requires_grad and not values.requires_grad:
         return slots.keys[past.layer, :, :end], slots.values[past.layer, :, :end]
     cached_keys, cached_values = slots.keys[past.layer, :, : slots.end], slots.values[past.layer, :, : slots.end]
     return torch.cat((cached_keys, keys), dim=1), torch.cat((cached_values, values), dim=1)

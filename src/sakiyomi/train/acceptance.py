@@ -7,7 +7,7 @@ on behind it. tests/train/ holds this against the real decoding loop.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sakiyomi.train.batches import Batch, Ints, read_batch
-from sakiyomi.train.heads import Frozen, Trainee
+from sakiyomi.train.heads import Trainee
 from sakiyomi.train.shards import Shards
 
 EVALUATION_ROWS = 4096
@@ -43,14 +43,13 @@ class Acceptance:
 
 
 def measure_acceptance(
-    trainee: Trainee, frozen: Frozen, shards: Shards, indices: Iterable[int], vocabulary: Ints, depth: int = 3
+    trainee: Trainee, shards: Shards, indices: Iterable[int], vocabulary: Ints, depth: int = 3
 ) -> Acceptance:
     """Greedy acceptance over some documents, drafting ids of `vocabulary` (ascending) alone."""
     runs = []
     ids = torch.from_numpy(vocabulary)
-    head = frozen.head[ids]
-    for batch in _read(shards, indices):
-        hits = find_hits(trainee, batch, head, ids, depth)
+    for batch in read_batches(shards, indices):
+        hits = find_hits(trainee, batch, ids, depth)
         for first in np.unique(batch.first):
             last = batch.last[first]
             if last - first > 2:
@@ -59,12 +58,12 @@ def measure_acceptance(
     return summarize_hits(runs, depth)
 
 
-def find_hits(trainee: Trainee, batch: Batch, head: Tensor, ids: Tensor, depth: int) -> npt.NDArray[np.bool_]:
+def find_hits(trainee: Trainee, batch: Batch, ids: Tensor, depth: int) -> npt.NDArray[np.bool_]:
     """Whether each guess is the target's choice, bool [N, depth]; False where there is no guess."""
     hits = np.zeros((len(batch.tokens), depth), np.bool_)
     with torch.no_grad():
         for step, (rows, features) in enumerate(trainee.unroll(batch, depth)):
-            guesses = ids[(features @ head.T).argmax(-1)].numpy()
+            guesses = ids[(features @ trainee.head(step, ids).T).argmax(-1)].numpy()
             hits[rows, step] = guesses == batch.argmax[rows + 1 + step]
     return hits
 
@@ -89,19 +88,35 @@ def summarize_hits(runs: Sequence[npt.NDArray[np.bool_]], depth: int) -> Accepta
     return Acceptance(len(everything), conditional[0], conditional, tuple(lengths))
 
 
-def fit_sharpness(trainee: Trainee, frozen: Frozen, shards: Shards, indices: Iterable[int], vocabulary: Ints) -> float:
+def fit_sharpness(trainee: Trainee, shards: Shards, indices: Iterable[int], vocabulary: Ints) -> float:
     """The factor on the logits that makes their softmax the best forecast of the target's choice (Guo et al., 2017)."""
     ids = torch.from_numpy(vocabulary)
-    head = frozen.head[ids]
     kept: list[tuple[Tensor, Tensor]] = []
     with torch.no_grad():
-        for batch in _read(shards, indices):
+        for batch in read_batches(shards, indices):
             rows, features = next(iter(trainee.unroll(batch, 1)))
             labels = torch.from_numpy(batch.argmax[rows + 1])
             columns = torch.searchsorted(ids, labels).clamp(max=len(ids) - 1)
-            kept.append((features @ head.T, torch.where(ids[columns] == labels, columns, -1)))
+            kept.append((features @ trainee.head(0, ids).T, torch.where(ids[columns] == labels, columns, -1)))
     factors = np.geomspace(0.25, 4.0, 33)
     return float(min(factors, key=lambda factor: sum(_surprise(*one, float(factor)) for one in kept)))
+
+
+def count_ranks(
+    trainee: Trainee, shards: Shards, indices: Iterable[int], vocabulary: Ints, depth: int, num_ranks: int
+) -> list[list[float]]:
+    """For each step how often its first, second, ... choice is the target's, over all rows alike."""
+    ids = torch.from_numpy(vocabulary)
+    counts, totals = np.zeros((depth, num_ranks)), np.zeros((depth, 1))
+    with torch.no_grad():
+        for batch in read_batches(shards, indices):
+            for step, (rows, features) in enumerate(trainee.unroll(batch, depth)):
+                best = (features @ trainee.head(step, ids).T).topk(min(num_ranks, len(ids))).indices
+                is_right = ids[best].numpy() == batch.argmax[rows + 1 + step, None]
+                counts[step, : is_right.shape[1]] += is_right.sum(0)
+                totals[step] += len(rows)
+    rates: list[list[float]] = (counts / np.maximum(totals, 1)).round(4).tolist()
+    return rates
 
 
 def _surprise(logits: Tensor, columns: Tensor, factor: float) -> float:
@@ -112,7 +127,8 @@ def _surprise(logits: Tensor, columns: Tensor, factor: float) -> float:
     return float(-torch.where(is_right, confidence.log(), (1 - confidence).log()).sum())
 
 
-def _read(shards: Shards, indices: Iterable[int]) -> list[Batch]:
+def read_batches(shards: Shards, indices: Iterable[int]) -> Iterator[Batch]:
+    """Some documents, a few thousand rows at a time."""
     batches, pending, num_rows = [], [], 0
     for index in indices:
         pending.append(int(index))
@@ -120,7 +136,7 @@ def _read(shards: Shards, indices: Iterable[int]) -> list[Batch]:
         if num_rows >= EVALUATION_ROWS:
             batches.append(pending)
             pending, num_rows = [], 0
-    return [read_batch(shards, group) for group in [*batches, pending] if group]
+    return (read_batch(shards, group) for group in [*batches, pending] if group)
 
 
 def count_choices(shards: Shards, indices: Iterable[int], vocab_size: int, only_answers: bool = False) -> Ints:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,6 @@ from torch import Tensor
 from sakiyomi.checkpoints.drafter import write_drafter
 from sakiyomi.errors import CheckpointError, ParameterError, SakiyomiError
 from sakiyomi.nets.binding import describe_target
-from sakiyomi.nets.mlp import HEAD, TOKEN_IDS, MlpConfig
 from sakiyomi.ops.native import quantize
 from sakiyomi.train.acceptance import (
     Acceptance,
@@ -35,9 +34,8 @@ from sakiyomi.train.acceptance import (
 )
 from sakiyomi.train.batches import Batch, Ints, plan_epoch, read_batch, split_documents
 from sakiyomi.train.files import replacing
-from sakiyomi.train.heads import CandidateSet, Frozen, Trainee
+from sakiyomi.train.heads import CandidateSet, Family, Frozen, Noise, Trainee
 from sakiyomi.train.losses import check_mix, head_loss
-from sakiyomi.train.mlp import MlpTrainee, solve_start
 from sakiyomi.train.shards import Shards
 from sakiyomi.types import GROUP_SIZE, DrafterFile, Model
 from sakiyomi.types import Tensor as Stored
@@ -46,19 +44,15 @@ Report = Callable[[str, int, int], None]
 """Told what is going on, and how much of how much is done."""
 
 STATE_FILE, DRAFTER_FILE = "fit.safetensors", "drafter.safetensors"
-LATE_CHOICES = ("patience", "vocabulary", "bits", "head_bits")
-"""Of a recipe, what a state does not depend on."""
 STEP_DECAY = 0.8
 """Weight of a step of the unrolling against the one before (EAGLE-3)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FitConfig:
-    """The recipe of a fit.
+    """The recipe of a fit; a kind of net adds its own fields.
 
     Args:
-        inner_size: width of the inner layer.
-        own_tokens: ids that have trained vectors of their own, which cost a draft next to nothing.
         passes: how often training sees the data.
         rows_per_step: rows of a step at least; whole documents are taken.
         learning_rate: held for `constant_share` of the run after `warmup_steps`, then linear to 3 % of it.
@@ -75,15 +69,12 @@ class FitConfig:
         evaluations: how often acceptance is measured.
         patience: evaluations of the last stage without a better one that end the run; 0 never ends it.
         vocabulary: ids that are drafted, the target's most frequent choices. It may be changed after training.
-        bits: of the matrices in the drafter file, 16, 8 or 4; may be changed after training, as may `head_bits`.
-        head_bits: of the head's rows in the drafter file, 8 or 4; 0 keeps none there and takes the target's.
+        bits: of the matrices in the drafter file, 16, 8 or 4; may be changed after training.
         depth: length of the drafts whose acceptance decides.
         seed: of everything.
         checkpoint_s: seconds between saved states.
     """
 
-    inner_size: int = 512
-    own_tokens: int = 0
     passes: float = 3.0
     rows_per_step: int = 1200
     learning_rate: float = 3e-4
@@ -104,7 +95,6 @@ class FitConfig:
     patience: int = 3
     vocabulary: int = 2048
     bits: int = 16
-    head_bits: int = 0
     depth: int = 3
     seed: int = 0
     checkpoint_s: float = 30.0
@@ -115,17 +105,25 @@ class FitConfig:
             raise ParameterError(f"loss_on={self.loss_on!r} is not allowed; give all or answers.")
         if not 0 <= self.dropout < 1:
             raise ParameterError(f"dropout={self.dropout} is not allowed; give a number from 0 to below 1.")
-        for name, allowed in (("bits", (16, 8, 4)), ("head_bits", (8, 4, 0))):
-            if getattr(self, name) not in allowed:
-                raise ParameterError(
-                    f"{name}={getattr(self, name)} is not allowed; give {', '.join(map(str, allowed))}."
-                )
-        for name in ("inner_size", "passes", "rows_per_step", "learning_rate", "held_out", "vocabulary", "depth"):
+        self._check_one_of("bits", (16, 8, 4))
+        self._check_positive("passes", "rows_per_step", "learning_rate", "held_out", "vocabulary", "depth")
+
+    def _check_one_of(self, name: str, allowed: Sequence[int]) -> None:
+        if getattr(self, name) not in allowed:
+            raise ParameterError(f"{name}={getattr(self, name)} is not allowed; give {', '.join(map(str, allowed))}.")
+
+    def _check_positive(self, *names: str) -> None:
+        for name in names:
             if not getattr(self, name) > 0:
                 raise ParameterError(f"{name}={getattr(self, name)} is not allowed; give a number above 0.")
 
+    @property
+    def late_choices(self) -> tuple[str, ...]:
+        """Fields that a state does not depend on."""
+        return ("patience", "vocabulary", "bits")
+
     @classmethod
-    def read(cls, recipe: Mapping[str, Any]) -> FitConfig:
+    def read(cls, recipe: Mapping[str, Any]) -> Self:
         """From a section of a recipe.
 
         Raises:
@@ -171,18 +169,22 @@ class Progress:
 Tell = Callable[[Progress], None]
 
 
-def fit_mlp(
-    recipe: Mapping[str, Any],
+Config = TypeVar("Config", bound=FitConfig)
+
+
+def fit_net(
+    make_family: Callable[[Config, Frozen, tuple[int, ...]], Family],
+    config: Config,
     shards: Shards,
     target: Model,
     folder: Path,
     report: Report | None = None,
     tell: Tell | None = None,
 ) -> Path:
-    """Train an MLP speculator and write its drafter file.
+    """Train a net and write its drafter file.
 
     Args:
-        recipe: fields of `FitConfig`.
+        make_family: what the kind of net brings, from the recipe, the target's weights and the taps of the shards.
         shards: documents whose last tap is the target's last state before the final norm.
         folder: where the state lies and the drafter file comes.
         report: told about long phases.
@@ -192,26 +194,12 @@ def fit_mlp(
         The drafter file.
 
     Raises:
-        ParameterError: a wrong recipe, a target without weights to lend, or shards without the last tap.
+        ParameterError: a target without weights to lend, or shards without the last tap.
         CheckpointError: a state in the folder that belongs to another run.
         SakiyomiError: the loss is no number any more; the last good state stays.
     """
-    config = FitConfig.read(recipe)
     frozen = _freeze(target, shards)
-    net = MlpConfig(
-        hidden_size=frozen.info.hidden_size,
-        inner_size=config.inner_size,
-        num_taps=len(shards.taps),
-        num_tokens=min(config.own_tokens, frozen.info.vocab_size),
-        eps=frozen.eps,
-    )
-
-    def start(batches: list[Batch]) -> dict[str, Tensor]:
-        seen = np.concatenate([batch.tokens for batch in batches])
-        own = most_frequent(np.bincount(seen, minlength=frozen.info.vocab_size), net.num_tokens)
-        return solve_start(net, frozen, iter(batches), own, config.seed)
-
-    run = Fit(config, frozen, shards, folder, lambda tensors: MlpTrainee(net, frozen, tensors), start, report, tell)
+    run = Fit(config, make_family(config, frozen, shards.taps), frozen, shards, folder, report, tell)
     run.train()
     return run.export(describe_target(target.info, target.lend()))  # type: ignore[arg-type]  # _freeze checked it
 
@@ -229,30 +217,23 @@ def _freeze(target: Model, shards: Shards) -> Frozen:
 
 
 class Fit:
-    """A run over some documents.
-
-    Args:
-        build: makes the net from its tensors.
-        start: solves for the tensors that it begins with.
-    """
+    """A run over some documents."""
 
     def __init__(
         self,
         config: FitConfig,
+        family: Family,
         frozen: Frozen,
         shards: Shards,
         folder: Path,
-        build: Callable[[Mapping[str, Tensor]], Trainee],
-        start: Callable[[list[Batch]], dict[str, Tensor]],
         report: Report | None,
         tell: Tell | None,
     ) -> None:
         self.config = config
+        self.family = family
         self.frozen = frozen
         self.shards = shards
         self.folder = folder
-        self._build = build
-        self._solve = start
         self._report = report or (lambda what, done, total: None)
         self._tell = tell or (lambda progress: None)
         wanted = config.held_out if config.held_out > 1 else max(1.0, config.held_out * len(shards))
@@ -284,28 +265,20 @@ class Fit:
     def _train_step(self, members: Sequence[int]) -> None:
         config, state, started = self.config, self.state, time.perf_counter()
         rng = np.random.default_rng((config.seed, state.step, 7))
-        generator = torch.Generator().manual_seed(config.seed * 1_000_003 + state.step)
+        noise = Noise(config.dropout, config.seed * 1_000_003 + state.step)
         batch = read_batch(self.shards, members, config.loss_on == "answers")
         progress = state.step / len(self.plans)
         num_frequent = config.num_frequent if progress < 0.8 else config.num_frequent_late
         candidates = CandidateSet.draw(
             batch.argmax, self.frequent[:num_frequent], config.num_random, self.frozen.info.vocab_size, rng
         )
-        head = self.frozen.head[candidates.ids]
         finals = self.frozen.final(batch.taps[:, -self.frozen.info.hidden_size :])
-        teacher = candidates.teacher(finals, head, batch.argmax)
-
-        def hide(x: Tensor) -> Tensor:
-            kept = torch.rand(x.shape, generator=generator) >= config.dropout
-            return x * kept / (1 - config.dropout)
+        teacher = candidates.teacher(finals, self.frozen.head[candidates.ids], batch.argmax)
 
         total, num_rows, hits = torch.zeros(()), 0, 0.0
-        unrolled = (
-            self.trainee.unroll(batch, config.num_unrolled(progress), hide)
-            if config.dropout
-            else (self.trainee.unroll(batch, config.num_unrolled(progress)))
-        )
+        unrolled = self.trainee.unroll(batch, config.num_unrolled(progress), noise)
         for step, (rows, features) in enumerate(unrolled):
+            head = self.trainee.head(step, candidates.ids)
             goals = rows + 1 + step
             counted = torch.from_numpy(_counted(batch, goals)).float()
             part = teacher.rows(goals)
@@ -352,9 +325,7 @@ class Fit:
     def measure(self, vocabulary: Ints | None = None, depth: int | None = None) -> Acceptance:
         """Greedy acceptance of the net on the held-out documents."""
         ids = self.vocabulary if vocabulary is None else vocabulary
-        return measure_acceptance(
-            self.trainee, self.frozen, self.shards, self.held_out, ids, depth or self.config.depth
-        )
+        return measure_acceptance(self.trainee, self.shards, self.held_out, ids, depth or self.config.depth)
 
     def _evaluate(self, step: int) -> None:
         self._report(f"measuring acceptance at step {step}", step, len(self.plans))
@@ -378,19 +349,21 @@ class Fit:
         """Write the drafter of the best parameters."""
         for name, value in self.state.best.items():
             self.trainee.parameters[name].data.copy_(value)
-        config, tensors = self.trainee.export()
-        sharpness = fit_sharpness(self.trainee, self.frozen, self.shards, self.held_out, self.vocabulary)
+        exported = self.trainee.export(self.vocabulary)
+        told = self.family.describe(self.trainee, self.shards, self.held_out, self.vocabulary)
+        sharpness = fit_sharpness(self.trainee, self.shards, self.held_out, self.vocabulary)
         found = self.measure()
+        tensors = {name: round_weights(matrix, self.config.bits) for name, matrix in exported.tensors.items()}
         path = self.folder / DRAFTER_FILE
         with replacing(path) as working:
             write_drafter(
                 working,
                 DrafterFile(
-                    kind=self.trainee.kind,
-                    config={**config, "sharpness": sharpness},
-                    taps=self.shards.taps,
+                    kind=self.family.kind,
+                    config={**exported.config, **told, "sharpness": sharpness},
+                    taps=self.family.taps,
                     target=target,
-                    tensors=self._stored(tensors),
+                    tensors={**tensors, **exported.kept},
                     vocabulary=self.vocabulary.astype(np.int32),
                     recipe={**_plain(self.config), "documents": len(self.members), "rows": self.state.rows},
                     measured={
@@ -401,19 +374,6 @@ class Fit:
                 ),
             )
         return path
-
-    def _stored(self, tensors: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, Stored]:
-        """The tensors of the drafter file in its precision."""
-        config = self.config
-        stored: dict[str, Stored] = {
-            name: _round(value, config.bits) if value.ndim > 1 else value for name, value in tensors.items()
-        }
-        if config.head_bits:
-            rows = self.frozen.head[torch.from_numpy(self.vocabulary)].numpy()
-            stored[HEAD] = _round(rows, config.head_bits)
-        if TOKEN_IDS in self.state.fixed:
-            stored[TOKEN_IDS] = self.state.fixed[TOKEN_IDS].numpy()
-        return stored
 
     # ---- the state
 
@@ -433,8 +393,8 @@ class Fit:
                 break
             batches.append(read_batch(self.shards, members))
             num_rows += len(batches[-1].tokens)
-        tensors = self._solve(batches)
-        state = _State(self._build(tensors), tensors, self.config)
+        tensors = self.family.start(batches, self.vocabulary)
+        state = _State(self.family.build(tensors), tensors, self.config)
         self.trainee, self.state = state.trainee, state
         self._evaluate(0)
         self._save()
@@ -443,7 +403,7 @@ class Fit:
     def _identity(self) -> dict[str, Any]:
         """What a state must have been made with to go on from it."""
         return {
-            "recipe": {k: v for k, v in _plain(self.config).items() if k not in LATE_CHOICES},
+            "recipe": {k: v for k, v in _plain(self.config).items() if k not in self.config.late_choices},
             "documents": [len(self.shards), int(self.shards.lengths.sum())],
             "taps": list(self.shards.taps),
         }
@@ -469,7 +429,7 @@ class Fit:
             raise CheckpointError(
                 f"{path} belongs to a run with another recipe or other data; remove it to train from the start."
             )
-        return _State.resume(told, tensors, self._build, self.config)
+        return _State.resume(told, tensors, self.family.build, self.config)
 
 
 class _State:
@@ -540,10 +500,13 @@ def _counted(batch: Batch, goals: Ints) -> Any:
     return np.where(is_known, batch.counts[following], batch.counts[goals])
 
 
-def _round(matrix: npt.NDArray[np.float32], bits: int) -> Stored:
-    if bits == 16 or matrix.shape[1] % GROUP_SIZE:
-        return matrix.astype(np.float16)
-    return quantize(matrix, bits)
+def round_weights(values: npt.NDArray[np.float32], bits: int) -> Stored:
+    """A matrix in the precision of a drafter file; vectors stay as they are."""
+    if values.ndim != 2:
+        return values
+    if bits == 16 or values.shape[1] % GROUP_SIZE:
+        return values.astype(np.float16)
+    return quantize(values, bits)
 
 
 def _plain(config: FitConfig) -> dict[str, Any]:

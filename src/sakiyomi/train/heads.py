@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,14 +14,32 @@ from torch import Tensor
 from sakiyomi.ops.torch import TorchOps
 from sakiyomi.train.batches import Batch, Ints
 from sakiyomi.train.losses import Teacher
+from sakiyomi.train.shards import Shards
 from sakiyomi.types import Lent, ModelInfo
+from sakiyomi.types import Tensor as Stored
 
-Dropout = Callable[[Tensor], Tensor]
 
+class Noise:
+    """The chance in a step of training.
 
-def keep_all(x: Tensor) -> Tensor:
-    """No dropout."""
-    return x
+    Args:
+        dropout: share of the inputs of the large matrices that are hidden.
+    """
+
+    def __init__(self, dropout: float, seed: int) -> None:
+        self._dropout = dropout
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def hide(self, x: Tensor) -> Tensor:
+        """x with some of its values 0 and the others scaled up."""
+        if not self._dropout:
+            return x
+        kept = torch.rand(x.shape, generator=self._generator) >= self._dropout
+        return x * kept / (1 - self._dropout)
+
+    def draw(self, count: int) -> npt.NDArray[np.float32]:
+        """Uniform numbers from 0 to below 1."""
+        return torch.rand(count, generator=self._generator).numpy()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,22 +72,75 @@ class Frozen:
         """What the head reads [N, H], from the last states before the final norm."""
         return self.ops.rms_norm(last_taps, self.norm, self.eps)
 
+    def direction(self, x: Tensor) -> Tensor:
+        """x [N, H] at size 1."""
+        return self.ops.rms_norm(x, torch.ones_like(self.norm), self.eps)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What a trained net leaves in its drafter file.
+
+    Attributes:
+        config: numbers of its net.
+        tensors: its weights; matrices are stored in the precision of the recipe.
+        kept: tensors that are stored as they are.
+    """
+
+    config: Mapping[str, Any]
+    tensors: Mapping[str, npt.NDArray[np.float32]]
+    kept: Mapping[str, Stored] = field(default_factory=dict)
+
 
 class Trainee(Protocol):
     """A net in training."""
 
-    kind: str
     parameters: dict[str, Tensor]
 
-    def unroll(self, batch: Batch, num_steps: int, dropout: Dropout = keep_all) -> Iterator[tuple[Ints, Tensor]]:
+    def unroll(self, batch: Batch, num_steps: int, noise: Noise | None = None) -> Iterator[tuple[Ints, Tensor]]:
         """For each step the rows t of the batch that it predicts from, and what the head reads there [R, H].
 
         Step i guesses the token behind t + 1 + i, as the drafter does when all its guesses before were right.
+
+        Args:
+            noise: of training; None for the net as it drafts.
         """
         ...
 
-    def export(self) -> tuple[Mapping[str, Any], dict[str, npt.NDArray[np.float32]]]:
-        """Configuration and tensors of the drafter file."""
+    def head(self, step: int, ids: Tensor) -> Tensor:
+        """The rows [K, H] of the ids [K] in the matrix through which a step's features become logits."""
+        ...
+
+    def export(self, vocabulary: Ints) -> Exported:
+        """The net as it drafts.
+
+        Args:
+            vocabulary: ascending ids that it shall draft.
+        """
+        ...
+
+
+class Family(Protocol):
+    """What a kind of net brings to its fit; `fit.fit_net` brings the rest.
+
+    Attributes:
+        kind: of the drafter file.
+        taps: the hidden states that the net reads.
+    """
+
+    kind: str
+    taps: tuple[int, ...]
+
+    def start(self, batches: Sequence[Batch], vocabulary: Ints) -> dict[str, Tensor]:
+        """The closed-form start: the tensors that training begins with, and those that it never changes."""
+        ...
+
+    def build(self, tensors: Mapping[str, Tensor]) -> Trainee:
+        """The net of such tensors."""
+        ...
+
+    def describe(self, trainee: Trainee, shards: Shards, held_out: Ints, vocabulary: Ints) -> Mapping[str, Any]:
+        """What else the drafter file's configuration tells, found on documents that are held out."""
         ...
 
 

@@ -10,7 +10,7 @@ renormalised over the subset, since what lies outside is mass that no draft can 
 lies outside.
 
 The reference takes logits and lets autograd work. The fast form (`head_loss`) takes what the head reads, multiplies
-with the rows of a frozen head, and returns the gradient by formula, so that logits are never kept.
+with the rows of a head, and returns the gradients by formula, so that logits are never kept.
 
 Letters: R rows, K ids of the draft vocabulary, H hidden width.
 """
@@ -117,7 +117,8 @@ def mixed(mix: Mapping[str, float], logits: Tensor, teacher: Teacher) -> Tensor:
 
 
 def head_loss(features: Tensor, head: Tensor, teacher: Teacher, mix: Mapping[str, float], weights: Tensor) -> Tensor:
-    """The sum over rows of weight * mixed loss, for features [R, H] and a frozen head [K, H]."""
+    """The sum over rows of weight * mixed loss, for features [R, H] and a head [K, H], whose gradient is found only
+    where it wants one."""
     loss: Tensor = _HeadLoss.apply(features, head, teacher, mix, weights)  # type: ignore[no-untyped-call]
     return loss
 
@@ -129,13 +130,14 @@ class _HeadLoss(torch.autograd.Function):
     ) -> Tensor:
         with torch.no_grad():
             losses, slopes = _value_and_slope(features @ head.T, teacher, mix, weights)
-            ctx.save_for_backward(slopes @ head)
+            is_trained = ctx.needs_input_grad[1]
+            ctx.save_for_backward(slopes @ head, slopes.T @ features if is_trained else None)
             return losses.sum()
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        return upstream[0] * gradient, None, None, None, None
+        of_features, of_head = ctx.saved_tensors
+        return upstream[0] * of_features, None if of_head is None else upstream[0] * of_head, None, None, None
 
 
 def _value_and_slope(

@@ -7,45 +7,123 @@ into the weights that it runs with, and so do the gradients find their way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sakiyomi.nets.mlp import TOKEN_IDS, MlpConfig, MlpSpeculator, find_token_rows
+from sakiyomi.nets.mlp import HEAD, TOKEN_IDS, MlpConfig, MlpSpeculator, find_token_rows
+from sakiyomi.train.acceptance import most_frequent
 from sakiyomi.train.batches import Batch, Ints
-from sakiyomi.train.heads import Dropout, Frozen, keep_all
+from sakiyomi.train.fit import FitConfig, Report, Tell, fit_net, round_weights
+from sakiyomi.train.heads import Exported, Frozen, Noise, Trainee
 from sakiyomi.train.ridge import RidgeSums, Solution
+from sakiyomi.train.shards import Shards
+from sakiyomi.types import Model
+from sakiyomi.types import Tensor as Stored
 
 SHRINKAGE = 8.0
 """Rows that a token's own vector must outweigh before it is half believed."""
 MOMENTS = ("start.mean", "start.std", "advance.mean", "advance.std")
 
 
+@dataclass(frozen=True, kw_only=True)
+class MlpFit(FitConfig):
+    """The recipe of an MLP speculator.
+
+    Args:
+        inner_size: width of the inner layer.
+        own_tokens: ids that have trained vectors of their own, which cost a draft next to nothing.
+        head_bits: of the head's rows in the drafter file, 8 or 4; 0 keeps none there and takes the target's. It may be
+            changed after training.
+    """
+
+    inner_size: int = 512
+    own_tokens: int = 0
+    head_bits: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_one_of("head_bits", (8, 4, 0))
+        self._check_positive("inner_size")
+
+    @property
+    def late_choices(self) -> tuple[str, ...]:
+        return (*super().late_choices, "head_bits")
+
+
+def fit_mlp(
+    recipe: Mapping[str, Any],
+    shards: Shards,
+    target: Model,
+    folder: Path,
+    report: Report | None = None,
+    tell: Tell | None = None,
+) -> Path:
+    """Train an MLP speculator and write its drafter file.
+
+    Args:
+        recipe: fields of `MlpFit`. The other arguments and the errors are those of `fit.fit_net`.
+    """
+    return fit_net(MlpFamily, MlpFit.read(recipe), shards, target, folder, report, tell)
+
+
+class MlpFamily:
+    """What an MLP speculator brings to its fit."""
+
+    kind = "mlp"
+
+    def __init__(self, recipe: MlpFit, frozen: Frozen, taps: tuple[int, ...]) -> None:
+        self.taps = taps
+        self._recipe = recipe
+        self._frozen = frozen
+        self._config = MlpConfig(
+            hidden_size=frozen.info.hidden_size,
+            inner_size=recipe.inner_size,
+            num_taps=len(taps),
+            num_tokens=min(recipe.own_tokens, frozen.info.vocab_size),
+            eps=frozen.eps,
+        )
+
+    def start(self, batches: Sequence[Batch], vocabulary: Ints) -> dict[str, Tensor]:
+        counts = np.bincount(
+            np.concatenate([batch.tokens for batch in batches]), minlength=self._frozen.info.vocab_size
+        )
+        own = most_frequent(counts, self._config.num_tokens)
+        return solve_start(self._config, self._frozen, iter(batches), own, self._recipe.seed)
+
+    def build(self, tensors: Mapping[str, Tensor]) -> MlpTrainee:
+        return MlpTrainee(self._config, self._frozen, tensors, self._recipe.head_bits)
+
+    def describe(self, trainee: Trainee, shards: Shards, held_out: Ints, vocabulary: Ints) -> Mapping[str, Any]:
+        return {}
+
+
 class MlpTrainee:
     """An MLP speculator with parameters that have gradients.
 
     Args:
-        tensors: parameters and moments by name, as `first_tensors` makes them.
+        tensors: parameters and moments by name, as `solve_start` makes them.
+        head_bits: as in `MlpFit`.
     """
 
-    kind = "mlp"
-
-    def __init__(self, config: MlpConfig, frozen: Frozen, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, config: MlpConfig, frozen: Frozen, tensors: Mapping[str, Tensor], head_bits: int = 0) -> None:
         self.config = config
         self.frozen = frozen
+        self._head_bits = head_bits
         self.token_ids = tensors.get(TOKEN_IDS)
         rows = None if self.token_ids is None else find_token_rows(self.token_ids.numpy(), frozen.info.vocab_size)
         self._token_rows = rows
         self.moments = {name: tensors[name].clone() for name in MOMENTS}
         self.parameters = {name: tensors[name].clone().requires_grad_() for name in config.shapes()}
 
-    def unroll(self, batch: Batch, num_steps: int, dropout: Dropout = keep_all) -> Iterator[tuple[Ints, Tensor]]:
-        net = self._net(dropout)
+    def unroll(self, batch: Batch, num_steps: int, noise: Noise | None = None) -> Iterator[tuple[Ints, Tensor]]:
+        net = self._net(noise)
         rows = batch.rows(0)
         states = net.start(batch.taps[rows], batch.tokens[rows + 1])
         for step in range(num_steps):
@@ -55,23 +133,30 @@ class MlpTrainee:
                 rows = later
             yield rows, net.features(states)
 
-    def export(self) -> tuple[Mapping[str, Any], dict[str, npt.NDArray[np.float32]]]:
+    def head(self, step: int, ids: Tensor) -> Tensor:
+        return self.frozen.head[ids]
+
+    def export(self, vocabulary: Ints) -> Exported:
         with torch.no_grad():
             weights = {name: weight.numpy().astype(np.float32) for name, weight in self._weights().items()}
         for name in weights:
             if name.endswith(".tokens"):
                 weights[name] = weights[name][:-1]
+        kept: dict[str, Stored] = {} if self.token_ids is None else {TOKEN_IDS: self.token_ids.numpy()}
+        if self._head_bits:
+            rows = self.frozen.head[torch.from_numpy(vocabulary)].numpy()
+            kept[HEAD] = round_weights(rows, self._head_bits)
         names = ("hidden_size", "inner_size", "num_tokens", "eps")
-        return {name: getattr(self.config, name) for name in names}, weights
+        return Exported({name: getattr(self.config, name) for name in names}, weights, kept)
 
-    def _net(self, dropout: Dropout) -> MlpSpeculator:
+    def _net(self, noise: Noise | None) -> MlpSpeculator:
         def hide(name: str, x: Tensor) -> Tensor:
             # What is hidden is put at its mean, since the weights expect inputs that are not centred.
+            assert noise is not None, "only training hides"
             mean = self.moments.get(f"{name}.mean")
-            return dropout(x) if mean is None else mean + dropout(x - mean)
+            return noise.hide(x) if mean is None else mean + noise.hide(x - mean)
 
-        wanted = None if dropout is keep_all else hide
-        frozen = self.frozen
+        frozen, wanted = self.frozen, None if noise is None else hide
         return MlpSpeculator(frozen.ops, self.config, self._weights(), frozen.embedding, self._token_rows, wanted)
 
     def _weights(self) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@
     OUT/DRAFTER/                         what the fit keeps; drafter.safetensors, and fit.json when it is done
     OUT/DRAFTER/measured.json            what it reaches
     OUT/DRAFTER.safetensors              the drafter, for `--drafter DRAFTER:path=...`
+    OUT/DRAFTER-speculators/             the same for vLLM, with export.format = "speculators"
 
 Every file is whole or absent. A stage whose inputs have not changed since it finished is not done again.
 """
@@ -27,6 +28,7 @@ from sakiyomi.train.capture import capture, digest_text, open_captured
 from sakiyomi.train.corpus import Corpus
 from sakiyomi.train.data import load_corpus, write_corpus
 from sakiyomi.train.estimate import Announce, Report, announce_nothing, say_nothing
+from sakiyomi.train.export import check_export, export_speculators
 from sakiyomi.train.files import hash_file, read_json, replacing, write_json
 from sakiyomi.train.measure import choose_prompts, measure_drafter
 from sakiyomi.train.recipe import Recipe
@@ -42,11 +44,13 @@ class Trained:
 
     Attributes:
         path: the exported drafter, or None where that stage was not asked for.
+        folder: the same for another engine, or None.
         measured: the entries of measured.json, or None.
         counts: of the text: documents, answers, loops, duplicates.
     """
 
     path: Path | None
+    folder: Path | None
     measured: list[dict[str, Any]] | None
     counts: dict[str, int]
 
@@ -83,14 +87,15 @@ class Pipeline:
         for stage in stages:
             if stage not in STAGES:
                 raise ParameterError(f"there is no stage {stage!r}; known are {', '.join(STAGES)}.")
+        check_export(self.recipe.export, self.recipe.drafter, self.target)
         corpus = self._read_text("data" in stages)
         if "capture" in stages and self.recipe.capture.taps:
             self._capture(corpus)
         if "fit" in stages:
             self._fit(corpus, must_capture="capture" not in stages)
         measured = self._measure(corpus) if "measure" in stages else None
-        path = self._export() if "export" in stages else None
-        return Trained(path, measured, corpus.about["counts"])
+        path, folder = self._export() if "export" in stages else (None, None)
+        return Trained(path, folder, measured, corpus.about["counts"])
 
     # ------------------------------------------------------------------------------------------ folders
 
@@ -173,7 +178,7 @@ class Pipeline:
         write_json(place, {"inputs": inputs, "documents": settings.documents, "results": results})
         return results
 
-    def _export(self) -> Path:
+    def _export(self) -> tuple[Path, Path | None]:
         path = self.folder / f"{self.recipe.drafter}.safetensors"
         fitted = read_drafter(self._fitted())
         measured = read_json(self.work / "measured.json") or {}
@@ -182,7 +187,11 @@ class Pipeline:
         drafter = replace(fitted, recipe=json.loads(json.dumps(told["recipe"])), measured=told["measured"])
         with replacing(path) as working:
             write_drafter(working, drafter)
-        return path
+        if self.recipe.export.format == "sakiyomi":
+            return path, None
+        folder = self.folder / f"{self.recipe.drafter}-speculators"
+        export_speculators(folder, drafter, self.target, self.recipe.export)
+        return path, folder
 
 
 def _shorten(result: dict[str, Any]) -> dict[str, Any]:

@@ -14,9 +14,10 @@ from sakiyomi.errors import ParameterError
 from sakiyomi.plugins import make_config, suggest
 from sakiyomi.train.capture import CaptureConfig
 from sakiyomi.train.data import DataConfig
+from sakiyomi.train.export import ExportConfig
 from sakiyomi.train.measure import MeasureConfig
 
-SECTIONS = ("data", "capture", "fit", "measure")
+SECTIONS = ("data", "capture", "fit", "measure", "export")
 KEYS = ("drafter", "fit_with", *SECTIONS)
 Fit = Callable[..., Path]
 """`fit(recipe, shards, target, folder, report) -> Path`: from the section [fit], the documents and the target's model
@@ -39,6 +40,7 @@ class Recipe:
     capture: CaptureConfig = field(default_factory=CaptureConfig)
     fit: Mapping[str, Any] = field(default_factory=dict)
     measure: MeasureConfig = field(default_factory=MeasureConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -141,6 +143,7 @@ def _build(content: Mapping[str, Any]) -> Recipe:
         capture=make_config("capture", CaptureConfig, sections["capture"]),
         fit=sections["fit"],
         measure=make_config("measure", MeasureConfig, sections["measure"]),
+        export=make_config("export", ExportConfig, sections["export"]),
     )
 
 

@@ -63,14 +63,32 @@ class RidgeSums:
     def solve(self, ridge: float = RIDGE) -> Solution:
         """The regression of all rows taken in."""
         assert self.num_rows > 0, "a regression needs rows"
-        mean, target = self._x / self.num_rows, self._y / self.num_rows
-        covariance = self._xx / self.num_rows - torch.outer(mean, mean)
-        std = covariance.diagonal().clamp(min=LOWEST_STD**2).sqrt()
-        correlation = covariance / torch.outer(std, std)
+        mean, std, target = *self._moments(), self._y / self.num_rows
         cross = (self._xy / self.num_rows - torch.outer(mean, target)) / std[:, None]
-        correlation += ridge * torch.eye(len(std), dtype=torch.float64)
-        weight = torch.linalg.solve(correlation, cross).T
+        weight = torch.linalg.solve(self.correlation(ridge), cross).T
         return Solution(Moments(_floats(mean), _floats(std)), _floats(weight), _floats(target))
+
+    def solve_constant(self, ridge: float = RIDGE) -> npt.NDArray[np.float32]:
+        """Weights u [K] with u x near 1 on all rows: what serves as a bias in a matrix that has none.
+
+        Hidden states behind a norm allow it, since some of their dimensions are far from 0 everywhere.
+        """
+        mean, std = self._moments()
+        weights = torch.linalg.solve(self.correlation(ridge), mean / std) / std
+        return _floats(weights / (weights @ mean))
+
+    def correlation(self, ridge: float = RIDGE) -> Tensor:
+        """The inputs' correlation matrix [K, K] in double precision, with `ridge` on its diagonal."""
+        mean, std = self._moments()
+        covariance = self._xx / self.num_rows - torch.outer(mean, mean)
+        return covariance / torch.outer(std, std) + ridge * torch.eye(len(std), dtype=torch.float64)
+
+    def _moments(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of the inputs [K]."""
+        assert self.num_rows > 0, "a regression needs rows"
+        mean = self._x / self.num_rows
+        variance = self._xx.diagonal() / self.num_rows - mean**2
+        return mean, variance.clamp(min=LOWEST_STD**2).sqrt()
 
 
 def _floats(values: Tensor) -> npt.NDArray[np.float32]:
