@@ -101,6 +101,7 @@ struct Kernels {
     void (*quantize)(const float* x, int64_t num_groups, uint8_t* out, int64_t row, int64_t num_rows);
     void (*rms_norm)(const float* x, const float* weight, float eps, int64_t width, float* out);
     void (*rope)(const float* x, const float* cosines, const float* sines, int64_t half, float* out);
+    void (*from_half)(const uint16_t* x, int64_t count, float* out);  // whole lanes
     // Symmetric 8-bit values of a run of numbers, padded to whole lanes; returns their scale.
     float (*quantize_run)(const float* x, int64_t count, int8_t* out, int32_t* sum);
     void (*attend_bytes)(const AttendJob* job);

@@ -336,6 +336,10 @@ void rope(const float* x, const float* cosines, const float* sines, int64_t half
     }
 }
 
+void from_half(const uint16_t* x, int64_t count, float* out) {
+    for (int64_t i = 0; i < count; i += kLanes) store(out + i, load(x + i));
+}
+
 // e^x for x clamped to [-86, 88]: x = n log 2 + r, a Taylor polynomial in r (error below 6e-9), n into the exponent.
 inline Vf exp_clamped(Vf x) {
     x = max(set1(-86.0f), min(set1(88.0f), x));
@@ -618,7 +622,7 @@ void finish_attention(const float* state, int64_t head_dim, float* out) {
 
 #define SAKIYOMI_KERNELS(name, attend_setup, linear_quantized)                                                     \
     {                                                                                                              \
-        name, attend_setup, linear_quantized, linear_dense, quantize, rms_norm, rope, quantize_run, attend_bytes,  \
-            attend_float, join_part, finish_attention, silu_mul, add_rows, argmax, scan_blocks, find_in_block,     \
-            weigh_block, sum_blocks, guess_block, guess_total, draw_block, bound_block                             \
+        name, attend_setup, linear_quantized, linear_dense, quantize, rms_norm, rope, from_half, quantize_run,      \
+            attend_bytes, attend_float, join_part, finish_attention, silu_mul, add_rows, argmax, scan_blocks,      \
+            find_in_block, weigh_block, sum_blocks, guess_block, guess_total, draw_block, bound_block                             \
     }

@@ -156,6 +156,14 @@ void compare_rows() {
         }
 }
 
+void compare_halves() {
+    std::vector<std::uint16_t> halves;
+    for (std::uint32_t bits = 0; bits < 0x10000u; ++bits)
+        if ((bits & 0x7c00u) != 0x7c00u || (bits & 0x3ffu) == 0 || (bits & 0x200u)) halves.push_back(static_cast<std::uint16_t>(bits));
+    const std::int64_t count = static_cast<std::int64_t>(halves.size()) / kLanes * kLanes;
+    compare<float>("from_half", count, [&](const Kernels& k, float* out) { k.from_half(halves.data(), count, out); });
+}
+
 void compare_runs() {
     for (const std::int64_t count : {1, 15, 16, 20, 32, 64, 80, 128, 512})
         for (const float scale : {1.0f, 1e-20f, 1e20f, 1e-32f}) {
@@ -229,6 +237,7 @@ void compare_attention(std::int64_t dim, std::int64_t num_heads, std::int64_t nu
 int main() {
     compare_products();
     compare_rows();
+    compare_halves();
     compare_runs();
     for (const std::int64_t dim : {20, 64, 80, 128})
         for (std::int64_t heads = 1; heads <= 4; ++heads)
