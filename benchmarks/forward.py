@@ -192,9 +192,8 @@ class Ours:
         config, ops = self.model.decoder.config, self.model.decoder.ops
         matrices = [getattr(layer, name) for layer in self.model.decoder.layers for name in MATRICES]
         matrices.append(self.model.decoder.head)
-        item_size = ops.new_kv(1, 1, 1, 1)[0].itemsize
-        per_position = 2 * config.num_layers * config.num_kv_heads * config.head_dim * item_size
-        num_bytes = sum(matrix.num_bytes for matrix in matrices) + per_position * (context + rows)
+        kv = ops.new_kv(config.num_layers, config.num_kv_heads, config.head_dim, context + rows)
+        num_bytes = sum(matrix.num_bytes for matrix in matrices) + sum(array.nbytes for array in kv)
         return float(num_bytes), 2.0 * rows * sum(n * k for n, k in (matrix.shape for matrix in matrices))
 
     def _verify(self, rows: int, context: int, repeats: int) -> list[float]:

@@ -91,7 +91,8 @@ def test_counted_work(ours: Any) -> None:
     assert operations == 2 * 3 * (2 * layer + 257 * 64)
     matrices = [(128, 64), (64, 64), (192, 64), (64, 96)] * 2 + [(272, 64)]  # 257 outputs fill 17 blocks of 16
     packed = sum(n * k + n * k // 32 * 4 for n, k in matrices)
-    assert num_bytes == packed + 2 * 2 * 1 * 32 * 2 * (10 + 3)
+    block = 32 * (32 + 4) + 32 * (32 + 4)  # bytes and a scale for each of 32 keys, then of 32 values
+    assert num_bytes == packed + 2 * block
 
 
 def test_limits_of_the_machine_are_measured(forward: ModuleType) -> None:

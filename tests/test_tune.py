@@ -106,7 +106,7 @@ def toy(agrees: bool) -> LoadedModel:
 
 @pytest.mark.parametrize("agrees", [True, False])
 def test_a_whole_run(agrees: bool) -> None:
-    tuning = tune_layerskip(toy(agrees), [[1, 2, 3], [4]], num_tokens=12, num_rounds=1)
+    tuning = tune_layerskip(toy(agrees), [[1, 2, 3], [4]], num_tokens=12, num_rounds=5)
     assert (tuning.num_prompts, tuning.num_tokens) == (2, 24)
     assert all((one.agreement == 1) == agrees for one in tuning.exits)
     assert (tuning.best.mean_acceptance_length > 1.5) == agrees
