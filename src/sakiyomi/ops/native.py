@@ -21,6 +21,8 @@ from sakiyomi.ops.base import (
     Blocks,
     Causal,
     Dense,
+    DraftRoom,
+    GreedyRules,
     HeadEnds,
     LayerWeights,
     Mask,
@@ -31,6 +33,7 @@ from sakiyomi.ops.base import (
     StackSpec,
     Tree,
 )
+from sakiyomi.tree import Draft
 from sakiyomi.types import GROUP_SIZE, Quantized
 
 _native: Any
@@ -274,6 +277,35 @@ class NativeOps(Ops):
     ) -> tuple[Floats, Floats]:
         if weights.down.shape[1] % GROUP_SIZE:
             return super().mlp_step(left, token_ids, embedding, weights, head)
+        num_rows = len(token_ids)
+        states = np.empty((num_rows, weights.down.shape[0]), np.float32)
+        logits = np.empty((num_rows, head.shape[0]), np.float32)
+        step = self._mlp_step(embedding, weights, head)
+        step.run(_floats(left), _ints(token_ids), states, logits, self.threads)
+        return states, logits
+
+    def mlp_drafts(
+        self,
+        left: Floats,
+        token_ids: npt.NDArray[np.int32],
+        embedding: Any,
+        steps: tuple[MlpWeights, MlpWeights],
+        head: Any,
+        rules: GreedyRules,
+        rooms: Sequence[DraftRoom],
+    ) -> list[Draft | None]:
+        if steps[0].down.shape[1] % GROUP_SIZE:
+            return super().mlp_drafts(left, token_ids, embedding, steps, head, rules, rooms)
+        start, advance = (self._mlp_step(embedding, weights, head) for weights in steps)
+        found = start.draft(
+            *(advance, _floats(left), _ints(token_ids), rules.ids, rules.sharpness, rules.width, rules.lowest),
+            *([room.max_depth for room in rooms], [room.max_nodes for room in rooms], [room.end_ids for room in rooms]),
+            self.threads,
+        )
+        return [None if tree is None else Draft(tree[0], tree[1], confidences=tree[2]) for tree in found]
+
+    def _mlp_step(self, embedding: Any, weights: MlpWeights, head: Any) -> Any:
+        """The C++ form of a step, kept for the next call with the same weights."""
         key = (id(weights), id(head), id(embedding))
         entry = self._mlp_steps.get(key)
         if entry is None or entry[0] is not weights:
@@ -283,11 +315,7 @@ class NativeOps(Ops):
             if len(self._mlp_steps) >= _MAX_STACKS:
                 self._mlp_steps.clear()
             self._mlp_steps[key] = entry
-        num_rows = len(token_ids)
-        states = np.empty((num_rows, weights.down.shape[0]), np.float32)
-        logits = np.empty((num_rows, head.shape[0]), np.float32)
-        entry[1].run(_floats(left), _ints(token_ids), states, logits, self.threads)
-        return states, logits
+        return entry[1]
 
     # ---- a decoder stack, fused
 

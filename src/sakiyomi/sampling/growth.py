@@ -124,7 +124,7 @@ class Growth:
         self._randomness = randomness
         self._width = width
         self._max_nodes = max_nodes
-        self._lowest = float(np.log(min_confidence)) if min_confidence > 0 else -np.inf
+        self._lowest = log_confidence(min_confidence)
         self._laws: list[Law] = []
 
     def token(self, node: int) -> int:
@@ -216,6 +216,17 @@ class Growth:
             probs_ids=[self._laws[node].ids for node in order],
             draws=tuple(place[node] for node in range(len(order))) if leading else None,
         )
+
+
+def takes_the_best(sequence: Sequence, draw: DrawMode) -> bool:
+    """Whether `Growth` takes the largest of the logits as they are, at every node."""
+    # Deeper nodes are further from the prompt, so no parameter begins to act below the root.
+    return (draw == "argmax" or sequence.params.is_greedy) and not depends_on_ids(sequence.history())
+
+
+def log_confidence(min_confidence: float) -> float:
+    """The logarithm, -inf for 0."""
+    return float(np.log(min_confidence)) if min_confidence > 0 else -np.inf
 
 
 def _put_first(leading: Seq[int], nodes: Seq[int]) -> list[int]:
