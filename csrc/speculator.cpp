@@ -2,15 +2,13 @@
 // (`mlp_step`) and sampling/growth.py with the same routines per row. A draft is a few such steps behind each other, so what
 // matters is what stands around the matrices.
 #include <algorithm>
-#include <cmath>
 #include <cstring>
-#include <limits>
 #include <vector>
 
 #include <nanobind/stl/vector.h>
 
 #include "arrays.hpp"
-#include "choose.hpp"
+#include "greedy.hpp"
 #include "kernels.hpp"
 #include "parallel.hpp"
 #include "weights.hpp"
@@ -59,62 +57,6 @@ class Inputs {
     const PackedWeight* weight_;
     std::int64_t num_rows_, copies_;
     std::byte* base_ = nullptr;
-};
-
-// A greedy draft in the making, as `Growth` of sampling/growth.py over `TreeBuilder` of tree.py.
-class GreedyTree {
-   public:
-    static constexpr std::int64_t kRoot = -1;
-
-    struct Node {
-        std::int64_t token, parent, depth;
-        double confidence;  // a logarithm, the parents' included
-    };
-
-    std::int64_t max_depth = 0, max_nodes = 0;
-    std::vector<std::int64_t> end_ids;
-    std::vector<std::int64_t> frontier;  // nodes whose children come next, ascending
-    std::vector<Node> nodes;
-
-    void add(std::int64_t parent, std::int64_t token, double confidence) {
-        const bool is_top = parent == kRoot;
-        const Node* above = is_top ? nullptr : &nodes[static_cast<std::size_t>(parent)];
-        nodes.push_back({token, parent, is_top ? 1 : above->depth + 1,
-                         (is_top ? 0.0 : above->confidence) + std::min(confidence, 0.0)});
-    }
-
-    // Chooses the next frontier among the nodes from `first` on, which are the deepest level.
-    void go_on(std::size_t first, std::int64_t width, double lowest) {
-        frontier.clear();
-        if (nodes.back().depth >= max_depth) return;
-        for (std::size_t node = first; node < nodes.size(); ++node)
-            if (std::find(end_ids.begin(), end_ids.end(), nodes[node].token) == end_ids.end())
-                frontier.push_back(static_cast<std::int64_t>(node));
-        keep_best(frontier, width, lowest);
-    }
-
-    // The nodes that are drafted, in order; with a node its parent is among them.
-    std::vector<std::int64_t> select(double lowest) const {
-        std::vector<std::int64_t> chosen(nodes.size());
-        for (std::size_t node = 0; node < nodes.size(); ++node) chosen[node] = static_cast<std::int64_t>(node);
-        keep_best(chosen, max_nodes, lowest);
-        return chosen;
-    }
-
-   private:
-    void keep_best(std::vector<std::int64_t>& some, std::int64_t count, double lowest) const {
-        const auto at = [&](std::int64_t node) -> const Node& { return nodes[static_cast<std::size_t>(node)]; };
-        if (static_cast<std::int64_t>(some.size()) > count) {
-            // A parent comes before its equally confident children, since nodes are in the order of their depths.
-            std::sort(some.begin(), some.end(), [&](std::int64_t a, std::int64_t b) {
-                return at(a).confidence != at(b).confidence ? at(a).confidence > at(b).confidence : a < b;
-            });
-            some.resize(static_cast<std::size_t>(count));
-            std::sort(some.begin(), some.end());
-        }
-        some.erase(std::remove_if(some.begin(), some.end(), [&](std::int64_t node) { return !(at(node).confidence >= lowest); }),
-                   some.end());
-    }
 };
 
 class MlpStep {
@@ -176,28 +118,17 @@ class MlpStep {
     // Gives for each row (tokens, parents, confidences or None where all are 1), or None where logits are damaged.
     nb::list draft(const MlpStep& advance, Matrix left, Ints ids, In<std::int64_t, nb::ndim<1>> vocabulary, float sharpness,
                    std::int64_t width, double lowest, const std::vector<std::int64_t>& max_depths,
-                   const std::vector<std::int64_t>& max_nodes, nb::list end_ids, int num_threads) const {
+                   const std::vector<std::int64_t>& max_nodes, const nb::list& end_ids, int num_threads) const {
         const std::int64_t num_trees = check_inputs(left, ids), num_ids = head_->num_outputs;
         check_equal("the hidden width of advance", advance.hidden_, hidden_);
         check_equal("the inputs of advance", advance.fuse_->num_inputs, 2 * hidden_);
         check_equal("the outputs of the head of advance", advance.head_->num_outputs, num_ids);
-        check_equal("the length of vocabulary", static_cast<std::int64_t>(vocabulary.shape(0)), num_ids);
-        check_equal("the number of depths", static_cast<std::int64_t>(max_depths.size()), num_trees);
-        check_equal("the number of node counts", static_cast<std::int64_t>(max_nodes.size()), num_trees);
-        check_equal("the number of end ids", static_cast<std::int64_t>(end_ids.size()), num_trees);
         check(width > 0, "width must be positive.");
-        for (std::int64_t i = 0; i < num_ids; ++i)
-            check(vocabulary.data()[i] >= 0 && vocabulary.data()[i] < embedding_->num_outputs, "a drafted id is out of range.");
-        std::vector<GreedyTree> trees(static_cast<std::size_t>(num_trees));
-        for (std::size_t i = 0; i < trees.size(); ++i) {
-            trees[i].max_depth = max_depths[i], trees[i].max_nodes = max_nodes[i];
-            check(trees[i].max_depth > 0 && trees[i].max_nodes > 0, "a draft needs room for a node.");
-            for (nb::handle id : end_ids[i]) trees[i].end_ids.push_back(nb::cast<std::int64_t>(id));
-            trees[i].frontier = {GreedyTree::kRoot};
-        }
+        check_ids(vocabulary, num_ids, embedding_->num_outputs);
+        std::vector<GreedyTree> trees = start_trees(num_trees, max_depths, max_nodes, end_ids);
         const bool is_sound = num_trees == 0 || grow(advance, left, ids, vocabulary.data(), sharpness, width, lowest, trees, num_threads);
         nb::list drafts;
-        for (const GreedyTree& tree : trees) drafts.append(is_sound ? give(tree, lowest) : nb::object(nb::none()));
+        for (const GreedyTree& tree : trees) drafts.append(is_sound ? tree.give(lowest) : nb::object(nb::none()));
         return drafts;
     }
 
@@ -302,12 +233,8 @@ class MlpStep {
                 const std::size_t first = tree.nodes.size();
                 const std::vector<std::int64_t> parents = tree.frontier;
                 for (const std::int64_t parent : parents) {
-                    float* of_row = logits + row++ * num_ids;
-                    if (sharpness != 1)
-                        for (std::int64_t i = 0; i < num_ids; ++i) of_row[i] *= sharpness;
-                    if (!rank_row(of_row, num_ids, std::min(width, num_ids), &ranking)) return is_sound = false;
-                    for (std::size_t i = 0; i < ranking.ids.size(); ++i)
-                        tree.add(parent, vocabulary[ranking.ids[i]], ranking.confidences[i]);
+                    if (!tree.add_best(parent, logits + row++ * num_ids, num_ids, vocabulary, sharpness, width, &ranking))
+                        return is_sound = false;
                 }
                 if (parents.empty()) continue;
                 tree.go_on(first, width, lowest);
@@ -332,21 +259,6 @@ class MlpStep {
             }
         });
         return is_sound;
-    }
-
-    static nb::object give(const GreedyTree& tree, double lowest) {
-        const std::vector<std::int64_t> chosen = tree.select(lowest);
-        const bool is_certain = std::all_of(tree.nodes.begin(), tree.nodes.end(),
-                                            [](const GreedyTree::Node& node) { return node.confidence == 0; });
-        nb::list tokens, parents, confidences;
-        for (const std::int64_t index : chosen) {
-            const GreedyTree::Node& node = tree.nodes[static_cast<std::size_t>(index)];
-            const auto above = std::find(chosen.begin(), chosen.end(), node.parent);
-            tokens.append(node.token);
-            parents.append(node.parent == GreedyTree::kRoot ? GreedyTree::kRoot : above - chosen.begin());
-            confidences.append(std::exp(node.confidence));
-        }
-        return nb::make_tuple(nb::tuple(tokens), nb::tuple(parents), is_certain ? nb::object(nb::none()) : nb::object(nb::tuple(confidences)));
     }
 
     template <class Array>

@@ -24,7 +24,7 @@ from sakiyomi.noise import Randomness
 from sakiyomi.ops.base import DraftRoom, GreedyRules
 from sakiyomi.plugins import check_growth
 from sakiyomi.sampling.distributions import KeyedRandomness
-from sakiyomi.sampling.growth import Growth, SubsetCandidates, log_confidence, takes_the_best
+from sakiyomi.sampling.growth import Growth, SubsetCandidates, fill_in, log_confidence, takes_the_best
 from sakiyomi.tree import Draft
 from sakiyomi.types import Array, Drafter, DrafterContext, DrafterFile, DrawMode, Lent, Sequence
 
@@ -109,12 +109,10 @@ class MlpDrafter(Drafter):
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         rooms = [self._find_room(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
-        drafts = self._draft_at_once(sequences, rooms)
-        late = [i for i, draft in enumerate(drafts) if draft is None]
-        if not late:
-            return [draft for draft in drafts if draft is not None]
-        rest = iter(self._draft_by_levels([sequences[i] for i in late], [rooms[i] for i in late]))
-        return [next(rest) if draft is None else draft for draft in drafts]
+        return fill_in(
+            self._draft_at_once(sequences, rooms),
+            lambda late: self._draft_by_levels([sequences[i] for i in late], [rooms[i] for i in late]),
+        )
 
     def _draft_at_once(self, sequences: Seq[Sequence], rooms: Seq[DraftRoom]) -> list[Draft | None]:
         """Drafts of the most probable tokens, and empty ones where there is no room; None for all others."""

@@ -417,6 +417,35 @@ class Ops(ABC):
         normed = self.rms_norm(states, ends.final_norm, spec.eps)
         return normed, states, self.linear(normed, ends.head) if with_logits else None
 
+    def head_chains(
+        self,
+        features: Array,
+        token_ids: npt.NDArray[np.int32],
+        ends: HeadEnds,
+        layers: Sequence[LayerWeights],
+        spec: StackSpec,
+        positions: npt.NDArray[np.int32],
+        past: Past,
+        mask: Causal,
+        feeds_normed: bool,
+        rules: GreedyRules,
+        rooms: Sequence[DraftRoom],
+    ) -> tuple[list[Draft | None], Array, Array] | None:
+        """A `head_pass`, and behind it chains of the most probable tokens, each grown in one go from states fed back.
+
+        Args:
+            past: caches with room for the rows and for max_depth - 1 more each.
+            mask: bounds of B sequences, each with a row at least.
+            feeds_normed: what is fed back is the normed state.
+            rules: of width 1.
+            rooms: B of them.
+
+        Returns:
+            For each sequence its draft, or None where it has to be grown step by step; and of its last row the logits
+            [B, K] and the state to feed back [B, H]. None where all have to be grown step by step, and nothing was run.
+        """
+        return None
+
     # ---- a decoder stack, composed
 
     def decoder_stack(

@@ -299,10 +299,9 @@ class NativeOps(Ops):
         start, advance = (self._mlp_step(embedding, weights, head) for weights in steps)
         found = start.draft(
             *(advance, _floats(left), _ints(token_ids), rules.ids, rules.sharpness, rules.width, rules.lowest),
-            *([room.max_depth for room in rooms], [room.max_nodes for room in rooms], [room.end_ids for room in rooms]),
-            self.threads,
+            *(*_room_fields(rooms), self.threads),
         )
-        return [None if tree is None else Draft(tree[0], tree[1], confidences=tree[2]) for tree in found]
+        return _drafts_of(found)
 
     def _mlp_step(self, embedding: Any, weights: MlpWeights, head: Any) -> Any:
         """The C++ form of a step, kept for the next call with the same weights."""
@@ -376,16 +375,50 @@ class NativeOps(Ops):
         bounds, parents = _segments(mask)
         normed, states = np.empty_like(features), np.empty_like(features)
         logits = np.empty((len(features), ends.head.shape[0]), np.float32) if with_logits else None
-        around = (
-            *(ends.embedding, ends.embed_norm, ends.feature_norm, ends.norm_before_residual, ends.final_norm),
-            ends.head,
-        )
         table = self._rope_table(positions, spec.inv_freq, spec.rope_scale)
         self._stack(layers, spec).run_head(
-            *(features, _ints(token_ids), around, positions, table, *_caches(past), past.layer, bounds, parents),
+            *(
+                features,
+                _ints(token_ids),
+                _end_fields(ends),
+                positions,
+                table,
+                *_caches(past),
+                past.layer,
+                bounds,
+                parents,
+            ),
             *(normed, states, logits, self.threads),
         )
         return normed, states, logits
+
+    def head_chains(
+        self,
+        features: Floats,
+        token_ids: npt.NDArray[np.int32],
+        ends: HeadEnds,
+        layers: Sequence[LayerWeights],
+        spec: StackSpec,
+        positions: npt.NDArray[np.int32],
+        past: Past,
+        mask: Causal,
+        feeds_normed: bool,
+        rules: GreedyRules,
+        rooms: Sequence[DraftRoom],
+    ) -> tuple[list[Draft | None], Floats, Floats] | None:
+        features, positions = _floats(features), _ints(positions)
+        keys, values, lengths, _ = _caches(past)
+        states = np.empty((len(lengths), features.shape[1]), np.float32)
+        logits = np.empty((len(lengths), ends.head.shape[0]), np.float32)
+        last = positions.max(keepdims=True) + max(room.max_depth for room in rooms)
+        table = self._rope_table(last, spec.inv_freq, spec.rope_scale)
+        found = self._stack(layers, spec).draft_chains(
+            *(features, _ints(token_ids), _end_fields(ends), positions, table),
+            *(keys, values, lengths, past.layer, list(mask.bounds)),
+            *(feeds_normed, rules.ids, rules.sharpness, rules.lowest, *_room_fields(rooms)),
+            *(states, logits, self.threads),
+        )
+        return _drafts_of(found), logits, states
 
     # ---- helpers
 
@@ -478,6 +511,25 @@ def _layer_fields(layer: LayerWeights, window: int | None) -> tuple[Any, ...]:
 
 def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
     return some is others or all(one is other for one, other in zip(some, others, strict=True))
+
+
+def _end_fields(ends: HeadEnds) -> tuple[Any, ...]:
+    return (
+        ends.embedding,
+        ends.embed_norm,
+        ends.feature_norm,
+        ends.norm_before_residual,
+        ends.final_norm,
+        ends.head,
+    )
+
+
+def _room_fields(rooms: Sequence[DraftRoom]) -> tuple[list[int], list[int], list[frozenset[int]]]:
+    return [room.max_depth for room in rooms], [room.max_nodes for room in rooms], [room.end_ids for room in rooms]
+
+
+def _drafts_of(found: Sequence[Any]) -> list[Draft | None]:
+    return [None if tree is None else Draft(tree[0], tree[1], confidences=tree[2]) for tree in found]
 
 
 def _window(window: int | None) -> int:

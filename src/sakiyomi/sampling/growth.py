@@ -7,6 +7,7 @@ nodes unless they are sampled.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Literal, Protocol
@@ -227,6 +228,13 @@ def takes_the_best(sequence: Sequence, draw: DrawMode) -> bool:
 def log_confidence(min_confidence: float) -> float:
     """The logarithm, -inf for 0."""
     return float(np.log(min_confidence)) if min_confidence > 0 else -np.inf
+
+
+def fill_in(drafts: Seq[Draft | None], grow: Callable[[list[int]], Seq[Draft]]) -> list[Draft]:
+    """The drafts, those that are missing grown by `grow`, which is told their numbers."""
+    late = [i for i, draft in enumerate(drafts) if draft is None]
+    rest = iter(grow(late) if late else ())
+    return [next(rest) if draft is None else draft for draft in drafts]
 
 
 def _put_first(leading: Seq[int], nodes: Seq[int]) -> list[int]:
