@@ -11,6 +11,13 @@
 
 namespace sakiyomi {
 
+// `rank_row` of a row that is multiplied with `sharpness` first, and of at most all ids.
+inline bool rank_sharp(float* logits, std::int64_t num_ids, float sharpness, std::int64_t width, Ranking* ranking) {
+    if (sharpness != 1)
+        for (std::int64_t i = 0; i < num_ids; ++i) logits[i] *= sharpness;
+    return rank_row(logits, num_ids, std::min(width, num_ids), ranking);
+}
+
 // A greedy draft in the making, as `Growth` of sampling/growth.py over `TreeBuilder` of tree.py.
 class GreedyTree {
    public:
@@ -37,11 +44,13 @@ class GreedyTree {
     // with `sharpness` first. Returns false where logits are damaged.
     bool add_best(std::int64_t parent, float* logits, std::int64_t num_ids, const std::int64_t* vocabulary, float sharpness,
                   std::int64_t width, Ranking* ranking) {
-        if (sharpness != 1)
-            for (std::int64_t i = 0; i < num_ids; ++i) logits[i] *= sharpness;
-        if (!rank_row(logits, num_ids, std::min(width, num_ids), ranking)) return false;
-        for (std::size_t i = 0; i < ranking->ids.size(); ++i) add(parent, vocabulary[ranking->ids[i]], ranking->confidences[i]);
+        if (!rank_sharp(logits, num_ids, sharpness, width, ranking)) return false;
+        add_ranked(parent, *ranking, vocabulary);
         return true;
+    }
+
+    void add_ranked(std::int64_t parent, const Ranking& ranking, const std::int64_t* vocabulary) {
+        for (std::size_t i = 0; i < ranking.ids.size(); ++i) add(parent, vocabulary[ranking.ids[i]], ranking.confidences[i]);
     }
 
     // Chooses the next frontier among the nodes from `first` on, which are the deepest level.
