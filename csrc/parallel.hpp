@@ -26,8 +26,8 @@ namespace sakiyomi {
 
 inline constexpr int kMaxThreads = 256;
 // In time and not in turns: a pause takes ten nanoseconds on one processor and more than forty on another.
-inline constexpr std::chrono::microseconds kBarrierSpin{40};
-inline constexpr std::chrono::microseconds kIdleSpin{300};  // the time between two passes of a busy engine
+inline constexpr std::chrono::microseconds kBarrierSpin{12};  // longer ones cost more than they save where cores are shared
+inline constexpr std::chrono::microseconds kIdleSpin{300};   // the time between two passes of a busy engine
 
 inline void relax_cpu() {
 #if defined(__x86_64__) || defined(__i386__)

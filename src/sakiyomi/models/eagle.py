@@ -175,7 +175,8 @@ class HeadRunner:
             at += end - start
             if count:
                 memo.last = (found[:1], states[start : start + 1])
-                found = found[1:]
+                results.append(found)
+                continue
             assert memo.last is not None, "a head begins with a row of the target's"
             results.append(join_rows([memo.last[0], found]) if num_ahead else memo.last[0])
         return results
