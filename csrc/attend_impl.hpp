@@ -121,6 +121,11 @@ inline Vf exp_weight(Vf x) {
     return scale_by_power(y, n);
 }
 
+// Pages are small and chunks lie in two or three of them, so that what a machine fetches by itself comes late.
+inline void fetch_blocks(const uint8_t* blocks, int64_t block_bytes, int64_t first, const Seen& seen) {
+    for (int64_t at = (first + seen.begin) * block_bytes; at < (first + seen.end) * block_bytes; at += 64) prefetch(blocks + at);
+}
+
 // The softmax of one head's scores relative to their largest, times the scales of the values. What no position stands for
 // weighs next to nothing in the total, and nothing in the sums.
 inline void weigh_scores(const Seen& seen, const uint8_t* const* value_scales, float* scores, float* part, ByteWeights& weights) {
@@ -211,7 +216,7 @@ inline void sum_heads(const Seen& seen, const uint8_t* const* values, int64_t di
 }
 
 template <int HEADS>
-void attend_bytes_row(const AttendJob& job, const AttendRow& row) {
+void attend_bytes_row(const AttendJob& job, const AttendRow& row, bool is_first) {
     const int64_t dim = job.head_dim, key_bytes = key_block_bytes(dim), value_bytes = value_block_bytes(dim);
     const int64_t first = max_of(row.first - job.begin, 0), last = min_of(row.last - job.begin, kKeyChunk - 1);
     if (first > last) {
@@ -243,10 +248,12 @@ void attend_bytes_row(const AttendJob& job, const AttendRow& row) {
         }
         value_scales[b] = values[b] + value_bytes - kKeyBlock * 4;
     }
+    if (is_first) fetch_blocks(all_keys, key_bytes, job.begin / kKeyBlock, seen);
     const ByteQueries<HEADS> queries(row.queries, dim, job.scale);
     alignas(64) float scores[HEADS][kKeyChunk];
     for (int64_t b = seen.begin; b < seen.end; ++b)
         score_bytes<HEADS>(keys[b], num_groups(dim), queries, scores, b * kKeyBlock);
+    if (is_first) fetch_blocks(all_values, value_bytes, job.begin / kKeyBlock, seen);
     ByteWeights weights[HEADS];
     for (int h = 0; h < HEADS; ++h) weigh_scores(seen, value_scales, scores[h], row.part + h * part_floats(dim), weights[h]);
     if constexpr (HEADS == 4) {  // their sums would not fit the registers
@@ -259,10 +266,10 @@ void attend_bytes_row(const AttendJob& job, const AttendRow& row) {
 
 void attend_bytes(const AttendJob* job) {
     for (int64_t r = 0; r < job->num_rows; ++r) switch (job->num_heads) {
-            case 1: attend_bytes_row<1>(*job, job->rows[r]); break;
-            case 2: attend_bytes_row<2>(*job, job->rows[r]); break;
-            case 3: attend_bytes_row<3>(*job, job->rows[r]); break;
-            default: attend_bytes_row<4>(*job, job->rows[r]); break;
+            case 1: attend_bytes_row<1>(*job, job->rows[r], r == 0); break;
+            case 2: attend_bytes_row<2>(*job, job->rows[r], r == 0); break;
+            case 3: attend_bytes_row<3>(*job, job->rows[r], r == 0); break;
+            default: attend_bytes_row<4>(*job, job->rows[r], r == 0); break;
         }
 }
 

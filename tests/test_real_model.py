@@ -44,7 +44,7 @@ ALL_PARAMS = {
     "greedy": SamplingParams(temperature=0, max_tokens=20),
     "warm": SamplingParams(temperature=0.7, seed=1, max_tokens=20),
     "hot": SamplingParams(temperature=1, seed=2, max_tokens=20),
-    "nucleus": SamplingParams(temperature=1, top_p=0.9, seed=3, max_tokens=20),
+    "nucleus": SamplingParams(temperature=1, top_p=0.9, seed=6, max_tokens=20),
     "penalties": SamplingParams(
         temperature=0.8,
         seed=4,

@@ -8,6 +8,7 @@ there the rule's verdict alone is a label.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 from sakiyomi.tree import DEFAULT_CONFIDENCE, ROOT, SAMPLED, Draft
@@ -74,7 +75,7 @@ class Acceptance:
         num_children: dict[int, int] = {}
         for parent in draft.parents:
             num_children[parent] = num_children.get(parent, 0) + 1
-        rates = self.conditionals(max(draft.depths, default=0))
+        rates = list(self.conditionals(max(draft.depths, default=0)))
         for parent, depth in zip(draft.parents, draft.depths, strict=True):
             # Nothing tells siblings apart, so they share what their depth is believed with.
             share = rates[min(depth, MAX_DEPTH) - 1] / num_children[parent]
@@ -82,13 +83,12 @@ class Acceptance:
             kinds.append(FIRST_OF_DEPTHS + min(depth, MAX_DEPTH) - 1)
         return survivals, kinds
 
-    def conditionals(self, max_depth: int) -> list[float]:
+    def conditionals(self, max_depth: int) -> Iterator[float]:
         """Acceptance of each depth given the one before; a depth of which little is known resembles that one."""
-        believed, rates = DEFAULT_CONFIDENCE, []
+        believed = DEFAULT_CONFIDENCE
         for depth in range(min(max_depth, MAX_DEPTH)):
             believed = self._rate(FIRST_OF_DEPTHS + depth, believed)
-            rates.append(believed)
-        return rates
+            yield believed
 
     def _rate(self, kind: int, believed: float) -> float:
         return self._own.rate(kind, self._shared.rate(kind, believed))

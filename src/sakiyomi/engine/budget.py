@@ -26,7 +26,7 @@ from sakiyomi.decode import Step, propose
 from sakiyomi.engine.acceptance import FADE_SHARED, Acceptance, Rates
 from sakiyomi.engine.costs import DraftCosts, PassCosts
 from sakiyomi.errors import ParameterError
-from sakiyomi.plan.speedup import count_worthwhile, survivals
+from sakiyomi.plan.speedup import count_worthwhile
 from sakiyomi.tree import ROOT, SAMPLED, Draft, merge_drafts
 from sakiyomi.types import Drafter, ModelInfo, Sequence
 
@@ -36,6 +36,9 @@ MAX_DRAFT_NODES = 64
 
 MAX_ASKED = 16
 """Nodes that a source with a price is asked for at most."""
+
+NEGLIGIBLE = 0.005
+"""A node that is right less often is not worth thinking about."""
 
 FIRST_ASKED = 4
 """Nodes that a source is asked for while its price is unknown."""
@@ -224,9 +227,12 @@ class AdaptiveBudget:
         if self._is_free(source, curve):
             return min(cap, MAX_DRAFT_NODES)
         rate = self._rate(num_sequences, curve)
-        best, best_worth, gain = 0, 0.0, 0.0
-        for count, survival in enumerate(survivals(outlook.acceptance.conditionals(min(cap, MAX_ASKED))), 1):
-            gain += survival * missing
+        best, best_worth, gain, survival = 0, 0.0, 0.0, missing
+        for count, conditional in enumerate(outlook.acceptance.conditionals(min(cap, MAX_ASKED)), 1):
+            survival *= conditional
+            if survival < NEGLIGIBLE:
+                break
+            gain += survival
             verify_s = curve[num_sequences + count] - curve[num_sequences]
             worth = gain - rate * (source.costs.seconds(count) + verify_s)
             if worth > best_worth:
