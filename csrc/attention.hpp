@@ -317,6 +317,10 @@ class Caches {
         for (const Entry& entry : entries_) lengths.push_back(entry.length);
         return lengths;
     }
+    // Commits rows behind each length; the room for them was checked as part of the call's.
+    void extend(const std::vector<std::int64_t>& counts) {
+        for (std::size_t s = 0; s < entries_.size(); ++s) entries_[s].length += counts[s];
+    }
     KeyRows at(std::size_t sequence, std::int64_t layer) const {
         const Entry& e = entries_[sequence];
         const std::int64_t heads = layer * num_kv_heads_;

@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "choose.hpp"
 #include "kernels.hpp"
 #include "noise.hpp"
 
@@ -724,6 +725,27 @@ NewDoubles gumbel(std::uint64_t seed, std::uint64_t t, Ids ids) {
 }
 
 }  // namespace
+
+bool sakiyomi::rank_row(const float* logits, std::int64_t size, std::int64_t count, Ranking* ranking) {
+    Scratch& scratch = thread_scratch;
+    ranking->ids.clear();
+    ranking->confidences.clear();
+    float max;
+    if (size == 0 || !scan(logits, size, scratch.block_max, &max) || !(max > -kInfinity)) return false;
+    const Row row = read_row(logits, size, max, scratch);
+    const double log_total = exact_log(total_weight(row, 1.0, kNoLowest));
+    if (count == 1) {
+        scratch.keys.assign(1, key_of(row.max, static_cast<std::uint32_t>(first_largest(row))));
+    } else {
+        find_top_k(row, count, scratch);
+        sort_keys(scratch.keys, scratch.spare);
+    }
+    for (const Key key : scratch.keys) {
+        ranking->ids.push_back(id_of(key));
+        ranking->confidences.push_back(score_of(logit_of(key), row.max, 1.0) - log_total);
+    }
+    return true;
+}
 
 void bind_choose(nb::module_& m) {
     m.def("choose", &choose, nb::arg("logits"), nb::arg("seed"), nb::arg("position"),

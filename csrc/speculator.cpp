@@ -1,9 +1,14 @@
-// One step of a recurrent MLP speculator in one call: the composed form of ops/base.py (`mlp_step`) with the same routines
-// per row. A draft is a few such steps behind each other, so what matters is what stands around the matrices.
+// One step of a recurrent MLP speculator in one call, and a whole greedy draft in one: the composed forms of ops/base.py
+// (`mlp_step`) and sampling/growth.py with the same routines per row. A draft is a few such steps behind each other, so what
+// matters is what stands around the matrices.
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
+#include <nanobind/stl/vector.h>
+
 #include "arrays.hpp"
+#include "greedy.hpp"
 #include "kernels.hpp"
 #include "parallel.hpp"
 #include "weights.hpp"
@@ -94,51 +99,168 @@ class MlpStep {
     }
 
     void run(Matrix left, Ints ids, OutMatrix states, OutMatrix logits, int num_threads) const {
-        const std::int64_t num_rows = static_cast<std::int64_t>(ids.shape(0)), left_width = fuse_->num_inputs - hidden_;
-        check_shape("left", left, num_rows, left_width);
+        const std::int64_t num_rows = check_inputs(left, ids);
         check_shape("states", states, num_rows, hidden_);
         check_shape("logits", logits, num_rows, head_->num_outputs);
-        for (std::int64_t row = 0; row < num_rows; ++row)
-            check(ids.data()[row] >= 0 && ids.data()[row] < embedding_->num_outputs, "an id is out of range.");
         if (num_rows == 0) return;
-        const Kernels& kernel = kernels();
-        const int wanted = check_threads(num_threads, kMaxThreads);
-        const std::int64_t useful = 1 + num_rows * fuse_->num_inputs * hidden_ / 65536;  // tiny nets are not worth barriers
+        const int wanted = useful_threads(num_rows, num_threads);
         nb::gil_scoped_release released;
-        Pool::Lease lease(useful < wanted ? static_cast<int>(useful) : wanted);
-        const std::int64_t copies = useful < wanted ? useful : wanted;
-        Inputs fuse(*fuse_, num_rows, copies), up(*gate_up_, num_rows, copies), head(*head_, num_rows, copies);
-        Inputs down(*down_, num_rows, 1);
-        const std::size_t floats = static_cast<std::size_t>(num_rows * (hidden_ + 2 * inner_) * 4 + 128);
-        std::byte* scratch = lease.scratch(fuse.num_bytes() + up.num_bytes() + head.num_bytes() + down.num_bytes() + floats);
-        for (Inputs* inputs : {&fuse, &up, &head, &down}) scratch = inputs->place(scratch);
-        float* fused = reinterpret_cast<float*>(scratch);
-        float* gates = fused + (num_rows * hidden_ + 15) / 16 * 16;
-        const float* x = left.data();
-        const std::int32_t* tokens = ids.data();
-        float* state_rows = states.data();
-        float* logit_rows = logits.data();
-        if (tokens_ != nullptr)
-            for (std::int64_t row = 0; row < num_rows; ++row)
-                unpack_row(*tokens_, token_rows_[tokens[row]], fused + row * hidden_);
-        lease.run([&](Team& team, int rank) {
-            for (std::int64_t row = 0; row < num_rows; ++row) {
-                float* out = fuse.floats(rank, row);
-                unpack_row(*embedding_, tokens[row], out + left_width);
-                for (std::int64_t at = 0; at <= left_width; at += hidden_)
-                    kernel.rms_norm(at == left_width ? out + at : x + row * left_width + at, ones_, eps_, hidden_, out + at);
-                fuse.finish(kernel, rank, row, 0, fuse_->num_inputs);
-            }
-            multiply(kernel, *fuse_, fuse.job(rank, bias_, tokens_ == nullptr ? nullptr : fused, fused), team, rank);
-            norm_rows(kernel, fused, inner_norm_, up, num_rows, rank);
-            gate(kernel, up, down, gates, num_rows, team, rank);
-            multiply(kernel, *down_, down.job(rank, nullptr, fused, state_rows), team, rank);
-            norm_rows(kernel, state_rows, norm_, head, num_rows, rank);
-            multiply(kernel, *head_, head.job(rank, nullptr, nullptr, logit_rows), team, rank);
-        });
+        Pool::Lease lease(wanted);
+        const Space space(*this, num_rows, wanted, lease.scratch(Space(*this, num_rows, wanted, nullptr).num_bytes));
+        const Rows rows{num_rows, left.data(), ids.data(), states.data(), logits.data()};
+        add_own(rows, space);
+        lease.run([&](Team& team, int rank) { run_rows(rows, space, team, rank); });
+    }
+
+    // Greedy drafts behind `ids`, one for each row: this is the first step of each, `advance` all further ones. Where the
+    // logits are of `vocabulary` and are multiplied with `sharpness` before they are looked at. A level appends the `width`
+    // best children to each node of the frontier, and the `width` best of them go on, while they are believed with `lowest`.
+    // Gives for each row (tokens, parents, confidences or None where all are 1), or None where logits are damaged.
+    nb::list draft(const MlpStep& advance, Matrix left, Ints ids, In<std::int64_t, nb::ndim<1>> vocabulary, float sharpness,
+                   std::int64_t width, double lowest, const std::vector<std::int64_t>& max_depths,
+                   const std::vector<std::int64_t>& max_nodes, const nb::list& end_ids, int num_threads) const {
+        const std::int64_t num_trees = check_inputs(left, ids), num_ids = head_->num_outputs;
+        check_equal("the hidden width of advance", advance.hidden_, hidden_);
+        check_equal("the inputs of advance", advance.fuse_->num_inputs, 2 * hidden_);
+        check_equal("the outputs of the head of advance", advance.head_->num_outputs, num_ids);
+        check(width > 0, "width must be positive.");
+        check_ids(vocabulary, num_ids, embedding_->num_outputs);
+        std::vector<GreedyTree> trees = start_trees(num_trees, max_depths, max_nodes, end_ids);
+        const bool is_sound = num_trees == 0 || grow(advance, left, ids, vocabulary.data(), sharpness, width, lowest, trees, num_threads);
+        nb::list drafts;
+        for (const GreedyTree& tree : trees) drafts.append(is_sound ? tree.give(lowest) : nb::object(nb::none()));
+        return drafts;
     }
 
    private:
+    // What a step over `num_rows` rows reads and writes.
+    struct Rows {
+        std::int64_t num_rows;
+        const float* left;
+        const std::int32_t* tokens;
+        float* states;
+        float* logits;
+    };
+
+    // The working memory of a step, laid out in one piece.
+    struct Space {
+        Inputs fuse, up, head, down;
+        float *fused, *gates;
+        std::size_t num_bytes;
+
+        Space(const MlpStep& step, std::int64_t num_rows, int copies, std::byte* base)
+            : fuse(*step.fuse_, num_rows, copies), up(*step.gate_up_, num_rows, copies), head(*step.head_, num_rows, copies),
+              down(*step.down_, num_rows, 1) {
+            const std::int64_t fused_floats = (num_rows * step.hidden_ + 15) / 16 * 16;
+            num_bytes = static_cast<std::size_t>(fused_floats + num_rows * 2 * step.inner_ + 16) * 4;
+            for (Inputs* inputs : {&fuse, &up, &head, &down}) {
+                num_bytes += inputs->num_bytes();
+                if (base != nullptr) base = inputs->place(base);
+            }
+            fused = reinterpret_cast<float*>(base);
+            gates = base == nullptr ? nullptr : fused + fused_floats;
+        }
+    };
+
+    std::int64_t check_inputs(const Matrix& left, const Ints& ids) const {
+        const std::int64_t num_rows = static_cast<std::int64_t>(ids.shape(0));
+        check_shape("left", left, num_rows, fuse_->num_inputs - hidden_);
+        for (std::int64_t row = 0; row < num_rows; ++row)
+            check(ids.data()[row] >= 0 && ids.data()[row] < embedding_->num_outputs, "an id is out of range.");
+        return num_rows;
+    }
+
+    // Tiny nets are not worth barriers.
+    int useful_threads(std::int64_t num_rows, int num_threads) const {
+        const int wanted = check_threads(num_threads, kMaxThreads);
+        const std::int64_t useful = 1 + num_rows * fuse_->num_inputs * hidden_ / 65536;
+        return useful < wanted ? static_cast<int>(useful) : wanted;
+    }
+
+    // Puts what a token adds of its own where the first matrix is added to it.
+    void add_own(const Rows& rows, const Space& space) const {
+        if (tokens_ == nullptr) return;
+        for (std::int64_t row = 0; row < rows.num_rows; ++row)
+            unpack_row(*tokens_, token_rows_[rows.tokens[row]], space.fused + row * hidden_);
+    }
+
+    // Called by every thread of the team, behind `add_own`.
+    void run_rows(const Rows& rows, const Space& space, Team& team, int rank) const {
+        const Kernels& kernel = kernels();
+        const std::int64_t num_rows = rows.num_rows, left_width = fuse_->num_inputs - hidden_;
+        float* fused = space.fused;
+        for (std::int64_t row = 0; row < num_rows; ++row) {
+            float* out = space.fuse.floats(rank, row);
+            unpack_row(*embedding_, rows.tokens[row], out + left_width);
+            for (std::int64_t at = 0; at <= left_width; at += hidden_)
+                kernel.rms_norm(at == left_width ? out + at : rows.left + row * left_width + at, ones_, eps_, hidden_, out + at);
+            space.fuse.finish(kernel, rank, row, 0, fuse_->num_inputs);
+        }
+        multiply(kernel, *fuse_, space.fuse.job(rank, bias_, tokens_ == nullptr ? nullptr : fused, fused), team, rank);
+        norm_rows(kernel, fused, inner_norm_, space.up, num_rows, rank);
+        gate(kernel, space.up, space.down, space.gates, num_rows, team, rank);
+        multiply(kernel, *down_, space.down.job(rank, nullptr, fused, rows.states), team, rank);
+        norm_rows(kernel, rows.states, norm_, space.head, num_rows, rank);
+        multiply(kernel, *head_, space.head.job(rank, nullptr, nullptr, rows.logits), team, rank);
+    }
+
+    // Grows the trees; returns false where logits are damaged.
+    bool grow(const MlpStep& advance, const Matrix& left, const Ints& ids, const std::int64_t* vocabulary, float sharpness,
+              std::int64_t width, double lowest, std::vector<GreedyTree>& trees, int num_threads) const {
+        const std::int64_t num_trees = static_cast<std::int64_t>(trees.size()), num_ids = head_->num_outputs;
+        const int team_size = useful_threads(num_trees, num_threads);
+        const std::int64_t most = num_trees * std::min(width, num_ids);
+        nb::gil_scoped_release released;
+        Pool::Lease lease(team_size);
+        const std::size_t room = std::max(Space(*this, num_trees, team_size, nullptr).num_bytes,
+                                          Space(advance, most, team_size, nullptr).num_bytes);
+        const std::size_t work = (room + 63) / 64 * 64, floats = static_cast<std::size_t>(most * (2 * hidden_ + num_ids)) * 4;
+        std::byte* scratch = lease.scratch(work + floats);
+        float* states = reinterpret_cast<float*>(scratch + work);
+        float *fed = states + most * hidden_, *logits = fed + most * hidden_;
+        std::vector<std::int32_t> tokens(static_cast<std::size_t>(most));
+        Ranking ranking;
+        bool is_sound = true;
+        const MlpStep* step = this;
+        Rows rows{num_trees, left.data(), ids.data(), states, logits};
+        add_own(rows, Space(*this, num_trees, team_size, scratch));
+
+        // The children of all frontiers, and the rows of the next step.
+        const auto add_level = [&] {
+            std::int64_t row = 0, num_next = 0;
+            for (GreedyTree& tree : trees) {
+                const std::int64_t first_row = row;
+                const std::size_t first = tree.nodes.size();
+                const std::vector<std::int64_t> parents = tree.frontier;
+                for (const std::int64_t parent : parents) {
+                    if (!tree.add_best(parent, logits + row++ * num_ids, num_ids, vocabulary, sharpness, width, &ranking))
+                        return is_sound = false;
+                }
+                if (parents.empty()) continue;
+                tree.go_on(first, width, lowest);
+                for (const std::int64_t node : tree.frontier) {
+                    const GreedyTree::Node& fresh = tree.nodes[static_cast<std::size_t>(node)];
+                    const auto above = std::find(parents.begin(), parents.end(), fresh.parent) - parents.begin();
+                    std::memcpy(fed + num_next * hidden_, states + (first_row + above) * hidden_,
+                                static_cast<std::size_t>(hidden_) * sizeof(float));
+                    tokens[static_cast<std::size_t>(num_next++)] = static_cast<std::int32_t>(fresh.token);
+                }
+            }
+            step = &advance;
+            rows = {num_next, fed, tokens.data(), states, logits};
+            step->add_own(rows, Space(*step, num_next, team_size, scratch));
+            return true;
+        };
+        lease.run([&](Team& team, int rank) {
+            while (rows.num_rows > 0 && is_sound) {
+                step->run_rows(rows, Space(*step, rows.num_rows, team_size, scratch), team, rank);
+                if (rank == 0) add_level();
+                team.barrier();
+            }
+        });
+        return is_sound;
+    }
+
     template <class Array>
     static void check_shape(const char* name, const Array& array, std::int64_t rows, std::int64_t width) {
         check_equal((std::string("the rows of ") + name).c_str(), static_cast<std::int64_t>(array.shape(0)), rows);
@@ -185,15 +307,44 @@ class MlpStep {
     float eps_;
 };
 
+// A greedy draft from one row of logits [K] for each depth, whatever the path (see MlpStep::draft for the rest). Gives what
+// GreedyTree::give does, or None where logits are damaged.
+nb::object draft_rows(const nb::list& rows, In<std::int64_t, nb::ndim<1>> vocabulary, float sharpness, std::int64_t width,
+                      double lowest, std::int64_t max_depth, std::int64_t max_nodes, nb::handle end_ids) {
+    nb::list ends;
+    ends.append(end_ids);
+    GreedyTree tree = std::move(start_trees(1, {max_depth}, {max_nodes}, ends)[0]);
+    const std::size_t num_ids = vocabulary.shape(0);
+    check(static_cast<std::int64_t>(rows.size()) >= max_depth, "a draft needs a row for each depth.");
+    check(width > 0, "width must be positive.");
+    std::vector<float> logits(num_ids);
+    Ranking ranking;
+    for (std::size_t depth = 0; !tree.frontier.empty(); ++depth) {
+        const auto row = nb::cast<In<float, nb::ndim<1>>>(rows[depth], false);
+        check_equal("the length of a row", static_cast<std::int64_t>(row.shape(0)), static_cast<std::int64_t>(num_ids));
+        std::memcpy(logits.data(), row.data(), num_ids * sizeof(float));
+        if (!rank_sharp(logits.data(), static_cast<std::int64_t>(num_ids), sharpness, width, &ranking)) return nb::none();
+        const std::size_t first = tree.nodes.size();
+        for (const std::int64_t parent : tree.frontier) tree.add_ranked(parent, ranking, vocabulary.data());
+        tree.go_on(first, width, lowest);
+    }
+    return tree.give(lowest);
+}
+
 }  // namespace
 }  // namespace sakiyomi
 
 void bind_speculator(nanobind::module_& m) {
     using namespace sakiyomi;
     using nb::arg;
+    m.def("draft_rows", &draft_rows, arg("rows"), arg("vocabulary").noconvert(), arg("sharpness"), arg("width"), arg("lowest"),
+          arg("max_depth"), arg("max_nodes"), arg("end_ids"));
     nb::class_<MlpStep>(m, "MlpStep")
         .def(nb::init<const nb::tuple&, nb::object, nb::object, nb::object, nb::object, float>(), arg("weights"),
              arg("embedding"), arg("head"), arg("tokens").none(), arg("token_rows").none(), arg("eps"))
         .def("run", &MlpStep::run, arg("left").noconvert(), arg("ids").noconvert(), arg("states").noconvert(),
-             arg("logits").noconvert(), arg("threads"));
+             arg("logits").noconvert(), arg("threads"))
+        .def("draft", &MlpStep::draft, arg("advance"), arg("left").noconvert(), arg("ids").noconvert(),
+             arg("vocabulary").noconvert(), arg("sharpness"), arg("width"), arg("lowest"), arg("max_depths"),
+             arg("max_nodes"), arg("end_ids"), arg("threads"));
 }

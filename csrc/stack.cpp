@@ -10,6 +10,7 @@
 
 #include "arrays.hpp"
 #include "attention.hpp"
+#include "greedy.hpp"
 #include "kernels.hpp"
 #include "parallel.hpp"
 #include "weights.hpp"
@@ -348,18 +349,9 @@ class DecoderStack {
                   Out<float, nb::ndim<2>> normed, Out<float, nb::ndim<2>> out, std::optional<Out<float, nb::ndim<2>>> logits,
                   int num_threads) const {
         const std::int64_t num_rows = static_cast<std::int64_t>(features.shape(0)), hidden = sizes_.hidden;
-        check_equal("the number of ends", static_cast<std::int64_t>(ends.size()), 6);
-        check_equal("the width of what the first layer reads", 2 * hidden, sizes_.read);
-        const Ends around_it{nb::cast<const PackedWeight*>(ends[0]), vector(ends[1], "embed_norm", hidden, false),
-                             vector(ends[2], "feature_norm", hidden, false), nb::cast<bool>(ends[3]),
-                             vector(ends[4], "final_norm", hidden, false), nb::cast<const PackedWeight*>(ends[5])};
-        check_equal("the width of the embedding", around_it.embedding->num_inputs, hidden);
-        check_equal("the width of the head", around_it.head->num_inputs, hidden);
-        check_equal("the number of ids", static_cast<std::int64_t>(ids.shape(0)), num_rows);
+        const Ends around_it = read_ends(ends, ids, num_rows);
         check_equal("the number of rows of normed", static_cast<std::int64_t>(normed.shape(0)), num_rows);
         check_equal("the width of normed", static_cast<std::int64_t>(normed.shape(1)), hidden);
-        for (std::int64_t row = 0; row < num_rows; ++row)
-            check(ids.data()[row] >= 0 && ids.data()[row] < around_it.embedding->num_outputs, "an id is out of range.");
         Around around{nullptr, &around_it, features.data(), ids.data(), normed.data(), nullptr};
         if (logits) {
             check_equal("the number of rows of logits", static_cast<std::int64_t>(logits->shape(0)), num_rows);
@@ -370,31 +362,145 @@ class DecoderStack {
                 num_threads, around);
     }
 
+    // `run_head` of causal rows, at least one of each sequence, and behind them greedy chains that grow a row at a time from
+    // the states fed back (the normed ones, if so wanted). The caches need room for the rows and max_depth - 1 more.
+    // Gives for each chain what GreedyTree::give does, or None where logits are damaged; and of each sequence's last given
+    // row the logits and the state that is fed back.
+    nb::list draft_chains(Matrix features, Ints ids, const nb::tuple& ends, Ints positions, Matrix table, const nb::list& keys,
+                          const nb::list& values, const std::vector<std::int64_t>& lengths, std::int64_t first_layer,
+                          const std::vector<std::int64_t>& bounds, bool feeds_normed, In<std::int64_t, nb::ndim<1>> vocabulary,
+                          float sharpness, double lowest, const std::vector<std::int64_t>& max_depths,
+                          const std::vector<std::int64_t>& max_nodes, const nb::list& end_ids,
+                          Out<float, nb::ndim<2>> last_states, Out<float, nb::ndim<2>> last_logits, int num_threads) const {
+        const std::int64_t num_rows = static_cast<std::int64_t>(features.shape(0)), hidden = sizes_.hidden;
+        const std::int64_t num_chains = static_cast<std::int64_t>(lengths.size());
+        const Ends around_it = read_ends(ends, ids, num_rows);
+        const std::int64_t num_ids = around_it.head->num_outputs;
+        check_ids(vocabulary, num_ids, around_it.embedding->num_outputs);
+        for (const auto* last : {&last_states, &last_logits})
+            check_equal("the number of last rows", static_cast<std::int64_t>(last->shape(0)), num_chains);
+        check_equal("the width of last_states", static_cast<std::int64_t>(last_states.shape(1)), hidden);
+        check_equal("the width of last_logits", static_cast<std::int64_t>(last_logits.shape(1)), num_ids);
+        check_rows(features, positions, table, num_rows);
+        check_equal("the number of bounds", static_cast<std::int64_t>(bounds.size()), num_chains + 1);
+        std::vector<GreedyTree> trees = start_trees(num_chains, max_depths, max_nodes, end_ids);
+        std::vector<std::int64_t> all_bounds{0};  // those of all passes together
+        for (std::size_t s = 0; s < trees.size(); ++s) {
+            check(bounds[s] < bounds[s + 1], "a chain needs a row to begin with.");
+            const std::int64_t count = bounds[s + 1] - bounds[s] + max_depths[s] - 1;
+            check(lengths[s] + count <= static_cast<std::int64_t>(table.shape(0)), "a position is outside the table.");
+            all_bounds.push_back(all_bounds.back() + count);
+        }
+        const PendingRows pending(trees.size());
+        RowPlan plan = RowPlan::trees(bounds, nullptr, num_rows, pending);
+        Caches caches(keys, values, lengths, all_bounds, pending, sizes_.heads.num_kv_heads, sizes_.heads.head_dim);
+        check(first_layer >= 0 && first_layer + static_cast<std::int64_t>(layers_.size()) <= caches.num_layers(),
+              "the cache has too few layers.");
+        const int wanted = check_threads(num_threads, kMaxThreads);
+        std::vector<char> is_sound(trees.size(), 1);
+        {
+            nb::gil_scoped_release released;
+            const std::size_t width = static_cast<std::size_t>(hidden), size = static_cast<std::size_t>(num_rows);
+            std::vector<float> fed(trees.size() * width), normed(size * width), states(size * width);
+            std::vector<float> logits(size * static_cast<std::size_t>(num_ids));
+            std::vector<std::int32_t> next_ids(trees.size()), next_positions(trees.size());
+            std::vector<std::int64_t> counts(trees.size()), next_bounds = bounds;
+            Ranking ranking;
+            Around around{nullptr, &around_it, features.data(), ids.data(), normed.data(), logits.data()};
+            const float* x = features.data();
+            const std::int32_t* at = positions.data();
+            for (bool is_first = true; next_bounds.back() > 0; is_first = false) {
+                execute_rows(next_bounds.back(), x, at, table.data(), plan, caches, first_layer, {}, {}, states.data(), wanted, around);
+                std::int64_t num_next = 0;
+                for (std::size_t s = 0; s < trees.size(); ++s) {
+                    GreedyTree& tree = trees[s];
+                    counts[s] = next_bounds[s + 1] - next_bounds[s];
+                    const std::size_t last = static_cast<std::size_t>(next_bounds[s + 1] - 1);
+                    next_bounds[s] = num_next;
+                    if (counts[s] == 0) continue;
+                    float* row = logits.data() + last * static_cast<std::size_t>(num_ids);
+                    const float* state = (feeds_normed ? normed : states).data() + last * width;
+                    if (is_first) {
+                        std::memcpy(last_states.data() + s * width, state, width * sizeof(float));
+                        std::memcpy(last_logits.data() + static_cast<std::int64_t>(s) * num_ids, row, static_cast<std::size_t>(num_ids) * sizeof(float));
+                    }
+                    const std::size_t node = tree.nodes.size();
+                    is_sound[s] = tree.add_best(tree.frontier[0], row, num_ids, vocabulary.data(), sharpness, 1, &ranking);
+                    if (!is_sound[s]) continue;
+                    tree.go_on(node, 1, lowest);
+                    if (tree.frontier.empty()) continue;
+                    std::memcpy(fed.data() + static_cast<std::size_t>(num_next) * width, state, width * sizeof(float));
+                    next_ids[static_cast<std::size_t>(num_next)] = static_cast<std::int32_t>(tree.nodes.back().token);
+                    next_positions[static_cast<std::size_t>(num_next)] = static_cast<std::int32_t>(caches.lengths()[s] + counts[s]);
+                    ++num_next;
+                }
+                next_bounds.back() = num_next;
+                caches.extend(counts);
+                plan = RowPlan::trees(next_bounds, nullptr, num_next, pending);
+                x = around.features = fed.data();
+                around.ids = next_ids.data();
+                at = next_positions.data();
+            }
+        }
+        nb::list drafts;
+        for (std::size_t s = 0; s < trees.size(); ++s) drafts.append(is_sound[s] ? trees[s].give(lowest) : nb::object(nb::none()));
+        return drafts;
+    }
+
    private:
+    Ends read_ends(const nb::tuple& ends, const Ints& ids, std::int64_t num_rows) const {
+        const std::int64_t hidden = sizes_.hidden;
+        check_equal("the number of ends", static_cast<std::int64_t>(ends.size()), 6);
+        check_equal("the width of what the first layer reads", 2 * hidden, sizes_.read);
+        const Ends around_it{nb::cast<const PackedWeight*>(ends[0]), vector(ends[1], "embed_norm", hidden, false),
+                             vector(ends[2], "feature_norm", hidden, false), nb::cast<bool>(ends[3]),
+                             vector(ends[4], "final_norm", hidden, false), nb::cast<const PackedWeight*>(ends[5])};
+        check_equal("the width of the embedding", around_it.embedding->num_inputs, hidden);
+        check_equal("the width of the head", around_it.head->num_inputs, hidden);
+        check_equal("the number of ids", static_cast<std::int64_t>(ids.shape(0)), num_rows);
+        for (std::int64_t row = 0; row < num_rows; ++row)
+            check(ids.data()[row] >= 0 && ids.data()[row] < around_it.embedding->num_outputs, "an id is out of range.");
+        return around_it;
+    }
+
+    void check_rows(const Matrix& x, const Ints& positions, const Matrix& table, std::int64_t num_rows) const {
+        check_equal("the width of x", static_cast<std::int64_t>(x.shape(1)), sizes_.hidden);
+        check_equal("the number of positions", static_cast<std::int64_t>(positions.shape(0)), num_rows);
+        check_equal("the width of the table", static_cast<std::int64_t>(table.shape(1)), sizes_.heads.head_dim);
+        for (std::int64_t row = 0; row < num_rows; ++row)
+            check(positions.data()[row] >= 0 && positions.data()[row] < static_cast<std::int64_t>(table.shape(0)),
+                  "a position is outside the table.");
+    }
+
     void execute(Matrix x, Ints positions, Matrix table, const nb::list& keys, const nb::list& values,
              const std::vector<std::int64_t>& lengths, const PendingRows& pending, std::int64_t first_layer,
              const std::vector<std::int64_t>& bounds, std::optional<Ints> parents, const std::vector<std::int64_t>& taps,
              const nb::list& tap_arrays, Out<float, nb::ndim<2>> out, int num_threads, const Around& around) const {
         const std::int64_t num_rows = static_cast<std::int64_t>(x.shape(0)), hidden = sizes_.hidden;
         const std::int64_t num_layers = static_cast<std::int64_t>(layers_.size()), dim = sizes_.heads.head_dim;
-        check_equal("the width of x", static_cast<std::int64_t>(x.shape(1)), hidden);
+        check_rows(x, positions, table, num_rows);
         check_equal("the width of out", static_cast<std::int64_t>(out.shape(1)), hidden);
         check_equal("the number of rows of out", static_cast<std::int64_t>(out.shape(0)), num_rows);
-        check_equal("the number of positions", static_cast<std::int64_t>(positions.shape(0)), num_rows);
-        check_equal("the width of the table", static_cast<std::int64_t>(table.shape(1)), dim);
         if (parents) check_equal("the number of parents", static_cast<std::int64_t>(parents->shape(0)), num_rows);
-        for (std::int64_t row = 0; row < num_rows; ++row)
-            check(positions.data()[row] >= 0 && positions.data()[row] < static_cast<std::int64_t>(table.shape(0)),
-                  "a position is outside the table.");
         const RowPlan plan = RowPlan::trees(bounds, parents ? parents->data() : nullptr, num_rows, pending);
         const Caches caches(keys, values, lengths, bounds, pending, sizes_.heads.num_kv_heads, dim);
         if (num_rows == 0) return;
         check(first_layer >= 0 && first_layer + num_layers <= caches.num_layers(), "the cache has too few layers.");
         const std::vector<float*> tap_rows = check_taps(taps, tap_arrays, num_rows);
-        const Kernels& kernel = kernels();
-        const int team_size = useful_threads(check_threads(num_threads, kMaxThreads), num_rows);
-
+        check_threads(num_threads, kMaxThreads);
         nb::gil_scoped_release released;
+        execute_rows(num_rows, x.data(), positions.data(), table.data(), plan, caches, first_layer, taps, tap_rows, out.data(),
+                     num_threads, around);
+    }
+
+    // `execute` of what has been checked, without the GIL.
+    void execute_rows(std::int64_t num_rows, const float* x, const std::int32_t* positions, const float* table,
+                      const RowPlan& plan, const Caches& caches, std::int64_t first_layer, const std::vector<std::int64_t>& taps,
+                      const std::vector<float*>& tap_rows, float* out, int num_threads, const Around& around) const {
+        const std::int64_t hidden = sizes_.hidden, dim = sizes_.heads.head_dim;
+        const std::int64_t num_layers = static_cast<std::int64_t>(layers_.size());
+        const Kernels& kernel = kernels();
+        const int team_size = useful_threads(num_threads, num_rows);
         Pool::Lease lease(team_size);
         Workspace space;
         const std::int64_t copies = num_rows <= kMaxRepeatedRows ? team_size : 1;
@@ -411,11 +517,11 @@ class DecoderStack {
         std::vector<KeyRows> views(caches.size() * static_cast<std::size_t>(team_size));
         if (around.ends != nullptr && around.ends->norm_before_residual)
             for (std::int64_t row = 0; row < num_rows; ++row)
-                kernel.rms_norm(x.data() + row * hidden, around.ends->feature_norm, eps_, hidden, out.data() + row * hidden);
+                kernel.rms_norm(x + row * hidden, around.ends->feature_norm, eps_, hidden, out + row * hidden);
         else
-            std::memcpy(out.data(), x.data(), static_cast<std::size_t>(num_rows * hidden) * sizeof(float));
+            std::memcpy(out, x, static_cast<std::size_t>(num_rows * hidden) * sizeof(float));
         const Pass pass{kernel,           sizes_,       eps_,       num_rows, plan, caches,
-                        positions.data(), table.data(), out.data(), space, attention, around};
+                        positions,        table,        out,        space,    attention, around};
         lease.run([&](Team& team, int rank) {
             KeyRows* my_views = views.data() + caches.size() * static_cast<std::size_t>(rank);
             const Range mine = pass.my_rows(team, rank);
@@ -524,5 +630,10 @@ void bind_stack(nanobind::module_& m) {
         .def("run_head", &DecoderStack::run_head, arg("features").noconvert(), arg("ids").noconvert(), arg("ends"),
              arg("positions").noconvert(), arg("table").noconvert(), arg("keys"), arg("values"), arg("lengths"), arg("pending"),
              arg("layer"), arg("bounds"), arg("parents").noconvert().none(), arg("normed").noconvert(), arg("out").noconvert(),
-             arg("logits").noconvert().none(), arg("threads"));
+             arg("logits").noconvert().none(), arg("threads"))
+        .def("draft_chains", &DecoderStack::draft_chains, arg("features").noconvert(), arg("ids").noconvert(), arg("ends"),
+             arg("positions").noconvert(), arg("table").noconvert(), arg("keys"), arg("values"), arg("lengths"), arg("layer"),
+             arg("bounds"), arg("feeds_normed"), arg("vocabulary").noconvert(), arg("sharpness"), arg("lowest"),
+             arg("max_depths"), arg("max_nodes"), arg("end_ids"), arg("last_states").noconvert(), arg("last_logits").noconvert(),
+             arg("threads"));
 }

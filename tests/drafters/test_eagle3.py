@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from sakiyomi import LLM, SamplingParams
 from sakiyomi.assemble import LoadedModel, ModelOptions, load_model, make_drafter
 from sakiyomi.decode import prefill, step
 from sakiyomi.drafters.none import NoneDrafter
+from sakiyomi.errors import SakiyomiError
+from sakiyomi.tree import Draft
 from sakiyomi.types import Sequence, Span
 from sakiyomi.verify.match import MatchVerifier
 
@@ -153,6 +156,59 @@ def test_text_is_that_of_plain_decoding(tmp_path: Path, target: LoadedModel, kin
     assert sum(o.speculation.num_draft_tokens for o in drafted) > 100
     for verifier in ("rejection",) if "width" not in shape else ("tree",):
         assert all(len(o.outputs[0].token_ids) == 24 for o in run(f"eagle3:path={folder},{shape}", verifier))
+
+
+@pytest.mark.parametrize("flags", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize(("dtype", "threads"), [("float32", 1), ("int8", 3)])
+def test_greedy_chains_in_one_call_are_those_grown_step_by_step(
+    tmp_path: Path, write_llama: Callable[..., Path], dtype: Any, threads: int, flags: dict[str, Any]
+) -> None:
+    """Confidences, what is fed back and the caches' rows to the last bit, for a batch of different lengths."""
+    target = load_model(write_llama(tmp_path / "target"), ModelOptions(dtype=dtype, threads=threads))
+    folder = write_head(tmp_path, *eagle3_parts(**flags))
+    model, sizes = target.model, set()
+    for depth, min_confidence in ((1, 0.0), (3, 0.0), (5, 0.03)):
+        spec = f"eagle3:path={folder},num_speculative_tokens={depth},min_confidence={min_confidence}"
+        drafter: Any = make_drafter(spec, target, ModelOptions())
+        many = [new_sequence(target, PROMPT[: 5 + 5 * i], temperature=0.0, max_tokens=90) for i in range(4)]
+        for sequence in many:
+            prefill(model, drafter, sequence, chunk=7)
+        for budgets in ([9, 9, 9, 9], [3, 0, 2, 9], [1, 1, 9, 9], [9, 9, 9, 9]):
+            for i, sequence in enumerate(many):
+                sequence.end_ids = frozenset(range(i, 257, 9))
+            rooms = [drafter._find_room(s, budget) for s, budget in zip(many, budgets, strict=True)]
+            before = [sequence.memo.fork() for sequence in many]
+            at_once = drafter._draft_at_once(many, rooms)
+            assert None not in at_once
+            after = [sequence.memo for sequence in many]
+            for sequence, room, memo, held, draft in zip(many, rooms, before, after, at_once, strict=True):
+                if min(room.max_depth, room.max_nodes) <= 0:
+                    assert draft == Draft.empty()
+                    continue
+                sequence.memo = memo
+                assert [draft] == drafter._draft_by_levels([sequence], [room])
+                sizes.add(len(draft))
+                for one, other in zip(held.last, memo.last, strict=True):
+                    np.testing.assert_array_equal(one, other)
+                length = memo.cache.length
+                assert held.cache.length == length == len(sequence.tokens) - 1
+                assert not held.waiting
+                assert drafter.propose([replace(sequence, memo=held)], [9]) == drafter.propose([sequence], [9])
+            for sequence, held in zip(many, after, strict=True):
+                sequence.memo = held
+            for sequence in many:
+                sequence.end_ids = frozenset()
+                step(model, drafter, MatchVerifier(MatchVerifier.Config()), [sequence], [2])
+    assert len(sizes) > 2
+
+
+def test_damaged_features_are_reported(tmp_path: Path, target: LoadedModel) -> None:
+    drafter: Any = make_drafter(f"eagle3:path={write_head(tmp_path, *eagle3_parts())}", target, ModelOptions())
+    sequence = new_sequence(target, PROMPT, temperature=0.0, max_tokens=40)
+    prefill(target.model, drafter, sequence)
+    sequence.memo.waiting[-1] = sequence.memo.waiting[-1] * np.float32(np.nan)
+    with pytest.raises(SakiyomiError, match="hold nan"):
+        drafter.propose([sequence], [3])
 
 
 def test_the_cache_holds_rows_of_the_targets_features_alone(tmp_path: Path, target: LoadedModel) -> None:

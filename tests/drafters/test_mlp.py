@@ -18,7 +18,7 @@ from sakiyomi.checkpoints.drafter import read_drafter, write_drafter
 from sakiyomi.decode import prefill, step
 from sakiyomi.drafters.mlp import MlpDrafter
 from sakiyomi.drafters.none import NoneDrafter
-from sakiyomi.errors import CheckpointError, ParameterError
+from sakiyomi.errors import CheckpointError, ParameterError, SakiyomiError
 from sakiyomi.models.toy import ToyModel, random_law
 from sakiyomi.params import SamplingParams
 from sakiyomi.prove.law import Bench, Context
@@ -123,6 +123,75 @@ def test_a_batch_drafts_what_each_would_alone(trained_toy: Any, toy_mlp: Path) -
         alone = [drafter.propose([s], [b])[0] for s, b in zip(sequences, budgets, strict=True)]
         assert together == alone
         assert [len(draft) <= budget for draft, budget in zip(together, budgets, strict=True)] == [True] * 5
+
+
+def compare_drafts(drafter: MlpDrafter, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+    """Drafts made in one call, which must be those that grow level by level, confidences to the last bit."""
+    rooms = [drafter._find_room(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
+    at_once = drafter._draft_at_once(sequences, rooms)
+    for one, room, sequence in zip(at_once, rooms, sequences, strict=True):
+        assert one is not None
+        if min(room.max_depth, room.max_nodes) > 0:
+            assert one == drafter._draft_by_levels([sequence], [room])[0]
+        else:
+            assert one == Draft.empty()
+    return [draft for draft in at_once if draft is not None]
+
+
+@pytest.mark.parametrize("sharpness", [1.0, 1.7])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_greedy_drafts_in_one_call_are_those_grown_by_levels(
+    trained_toy: Any, toy_mlp: Path, tmp_path: Path, dtype: str, sharpness: float
+) -> None:
+    stored = read_drafter(toy_mlp)
+    path = tmp_path / "some.safetensors"
+    ids = np.delete(np.arange(VOCAB, dtype=np.int32), [7, 30, 31])
+    write_drafter(path, replace(stored, vocabulary=ids, config={**stored.config, "sharpness": sharpness}))
+    model = trained_toy.load(dtype=dtype)
+    kinds = [("coupled", PARAMS["greedy"]), ("independent", PARAMS["greedy"]), ("argmax", PARAMS["nucleus"])]
+    shapes = [(1, 1, 8), (1, 4, 8), (2, 1, 8), (2, 3, 3), (2, 3, 20), (3, 4, 12), (4, 2, 2), (200, 2, 7), (8, 5, 100)]
+    lengths = set()
+    for i, (width, depth, nodes) in enumerate(shapes):
+        draw, params = kinds[i % 3]
+        for min_confidence in (0.0, 0.05, 0.6):
+            options = {"num_speculative_tokens": depth, "max_nodes": nodes, "min_confidence": min_confidence}
+            drafter = make(model, path, draw, width=width, **options)
+            sequences = [start(model, prompt[: 3 + n % 9], params) for n, prompt in enumerate(trained_toy.prompts[:12])]
+            for n, sequence in enumerate(sequences):
+                sequence.end_ids = frozenset(range(n, VOCAB, 5))
+                prefill(model, drafter, sequence)
+            drafts = compare_drafts(drafter, sequences, [16, 3, 0, 1, *[100] * 8])
+            assert {draft.drawn for draft in drafts} == {"fixed"}
+            lengths |= {(len(draft), max(draft.depths, default=0)) for draft in drafts}
+    assert len(lengths) > 15
+
+
+def test_equal_logits_are_drafted_by_the_lowest_ids(trained_toy: Any, toy_mlp: Path) -> None:
+    model = trained_toy.load()
+    sequence = start(model, trained_toy.prompts[0], PARAMS["greedy"])
+    for width, tokens in ((1, (0, 0)), (3, (0, 1, 2, 0, 1))):
+        options = {"num_speculative_tokens": 2, "max_nodes": 5}
+        drafter = make(model, toy_mlp, width=width, **options)
+        drafter.head = drafter.ops.weight(np.zeros((VOCAB, 64), np.float32))
+        prefill(model, drafter, sequence)
+        assert compare_drafts(drafter, [sequence], [8])[0].tokens == tokens
+        sequence = start(model, trained_toy.prompts[0], PARAMS["greedy"])
+
+
+def test_what_one_call_cannot_draft_grows_by_levels(trained_toy: Any, toy_mlp: Path) -> None:
+    model = trained_toy.load()
+    drafter = make(model, toy_mlp)
+    short = replace(PARAMS["greedy"], min_tokens=2)
+    for params in (PARAMS["warm"], PARAMS["cold penalties"], short, replace(short, min_tokens=0, logit_bias={3: 1.0})):
+        sequence = start(model, trained_toy.prompts[0], params)
+        prefill(model, drafter, sequence)
+        assert drafter._draft_at_once([sequence], [drafter._find_room(sequence, 8)]) == [None]
+        assert len(drafter.propose([sequence], [8])[0]) == 3
+    damaged = start(model, trained_toy.prompts[0], PARAMS["greedy"])
+    prefill(model, drafter, damaged)
+    damaged.memo = replace(damaged.memo, taps=damaged.memo.taps * np.float32(np.nan))
+    with pytest.raises(SakiyomiError, match="hold nan"):
+        drafter.propose([damaged], [8])
 
 
 @pytest.mark.parametrize(("rule", "width"), [("rejection", 1), ("block", 1), ("tree", 2), ("traversal", 2)])

@@ -11,6 +11,10 @@ import sakiyomi
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.assemble import LoadedModel, ModelOptions, load_model, make_drafter
 from sakiyomi.checkpoints.drafter import find_packaged
+from sakiyomi.decode import prefill, step
+from sakiyomi.drafters.mlp import MlpDrafter
+from sakiyomi.types import Sequence
+from sakiyomi.verify.match import MatchVerifier
 
 MAX_BYTES = 12_000_000
 
@@ -52,3 +56,22 @@ def test_it_drafts_for_the_default_model(loaded: LoadedModel, prompts: list[str]
     assert all(tokens == answers["none"][0] for tokens, _ in answers.values())
     assert answers["mlp"][1] > 1.25
     assert answers["suffix:min_match=2+mlp"][1] > answers["suffix"][1] + 0.1
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_its_drafts_in_one_call_are_those_grown_by_levels(loaded: LoadedModel, width: int) -> None:
+    """On several threads, for each step of an answer."""
+    drafter = make_drafter(f"mlp:width={width},num_speculative_tokens=4,max_nodes=10", loaded, ModelOptions())
+    assert isinstance(drafter, MlpDrafter)
+    ids = LLM.from_loaded(loaded).render([{"role": "user", "content": "Tell me about the sea."}])
+    params = SamplingParams(temperature=0, max_tokens=100)
+    sequence = Sequence("0", list(ids), len(ids), params, 0, loaded.model.new_cache())
+    prefill(loaded.model, drafter, sequence)
+    sizes = set()
+    for _ in range(30):
+        room = drafter._find_room(sequence, 16)
+        (at_once,) = drafter._draft_at_once([sequence], [room])
+        assert at_once == drafter._draft_by_levels([sequence], [room])[0]
+        sizes.add((len(at_once), max(at_once.depths)))
+        step(loaded.model, drafter, MatchVerifier(MatchVerifier.Config()), [sequence], [16])
+    assert sizes <= {(4, 4)} if width == 1 else len(sizes) > 1

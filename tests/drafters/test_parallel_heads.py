@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,34 @@ def test_medusa_heads_guess_what_plain_numpy_guesses(tmp_path: Path, target: Loa
 def residual(x: npt.NDArray[Any], tensors: dict[str, Any], head: int) -> npt.NDArray[Any]:
     y = tensors[f"{head}.0.linear.weight"] @ x + tensors[f"{head}.0.linear.bias"]
     return np.asarray(x + y / (1 + np.exp(-y)))
+
+
+@pytest.mark.parametrize("name", ["peagle", "medusa"])
+def test_greedy_drafts_in_one_call_are_those_grown_by_levels(tmp_path: Path, target: LoadedModel, name: str) -> None:
+    """Confidences to the last bit."""
+    parts = eagle3_parts(mask_token_id=5) if name == "peagle" else medusa_parts(vllm=True)
+    folder, sizes = write_head(tmp_path, *parts), set()
+    for width, depth, nodes in ((1, 1, 8), (1, 3, 8), (2, 3, 5), (3, 2, 20), (3, 3, 9), (300, 2, 7)):
+        for min_confidence in (0.0, 0.03):
+            options = f"num_speculative_tokens={depth},width={width},max_nodes={nodes},min_confidence={min_confidence}"
+            drafter: Any = make_drafter(f"{name}:path={folder},{options}", target, ModelOptions())
+            drafter.rules = replace(drafter.rules, sharpness=1.5)
+            if name == "peagle":
+                drafter.parts = replace(drafter.parts, sharpness=1.5)
+            else:
+                drafter.sharpness = 1.5
+            sequence = new_sequence(target, PROMPT, temperature=0.0, max_tokens=60)
+            prefill(target.model, drafter, sequence)
+            for count in range(5):
+                end_ids = frozenset(range(count, 257, 7))
+                at_once = drafter.propose([replace(sequence, end_ids=end_ids)], [9 - 2 * count])[0]
+                with pytest.MonkeyPatch.context() as patch:
+                    module = importlib.import_module(f"sakiyomi.drafters.{name}")
+                    patch.setattr(module, "draft_rows", lambda *given: None)
+                    assert drafter.propose([replace(sequence, end_ids=end_ids)], [9 - 2 * count])[0] == at_once
+                sizes.add(len(at_once))
+                advance(target, drafter, sequence, 1)
+    assert len(sizes) > 4
 
 
 SHAPES = ("width=1", "width=3,max_nodes=9", "tree=static,max_nodes=9")

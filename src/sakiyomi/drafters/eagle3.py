@@ -16,10 +16,10 @@ import numpy as np
 
 from sakiyomi.models.eagle import HeadMemo, join_rows, open_head
 from sakiyomi.noise import Randomness
-from sakiyomi.ops.base import Causal, Tree
+from sakiyomi.ops.base import Causal, DraftRoom, GreedyRules, Tree
 from sakiyomi.plugins import check_growth
 from sakiyomi.sampling.distributions import KeyedRandomness
-from sakiyomi.sampling.growth import Growth, SubsetCandidates
+from sakiyomi.sampling.growth import Growth, SubsetCandidates, fill_in, log_confidence, takes_the_best
 from sakiyomi.tree import ROOT, Draft
 from sakiyomi.types import Array, Drafter, DrafterContext, DrawMode, Sequence
 
@@ -58,13 +58,39 @@ class Eagle3Drafter(Drafter):
         self.parts = open_head(("eagle3", "eagle1"), config.path, context)
         self.taps = self.parts.taps
         self.runner = self.parts.new_runner(context.target.info.max_model_len)
+        self.rules = GreedyRules(
+            ids=self.parts.ids,
+            sharpness=self.parts.sharpness,
+            width=config.width,
+            lowest=log_confidence(config.min_confidence),
+        )
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
-        growths = [self._start(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
-        active = [growth for growth in growths if growth.frontier]
-        if active:
-            self.runner.catch_up([growth.memo for growth in active], [growth.sequence for growth in active])
-            self._begin(active)
+        rooms = [self._find_room(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
+        return fill_in(
+            self._draft_at_once(sequences, rooms),
+            lambda late: self._draft_by_levels([sequences[i] for i in late], [rooms[i] for i in late]),
+        )
+
+    def _draft_at_once(self, sequences: Seq[Sequence], rooms: Seq[DraftRoom]) -> list[Draft | None]:
+        """Chains of the most probable tokens, and empty ones where there is no room; None for all others."""
+        drafts = [Draft.empty() if min(room.max_depth, room.max_nodes) <= 0 else None for room in rooms]
+        if self.config.width > 1:
+            return drafts
+        chosen = [i for i, draft in enumerate(drafts) if draft is None and takes_the_best(sequences[i], self.draw)]
+        if chosen:
+            some = [sequences[i] for i in chosen]
+            memos, some_rooms = [sequence.memo for sequence in some], [rooms[i] for i in chosen]
+            found = self.runner.draft_chains(memos, some, self.rules, some_rooms)
+            for i, draft in zip(chosen, found, strict=True):
+                drafts[i] = draft
+        return drafts
+
+    def _draft_by_levels(self, sequences: Seq[Sequence], rooms: Seq[DraftRoom]) -> list[Draft]:
+        growths = [self._start(sequence, room) for sequence, room in zip(sequences, rooms, strict=True)]
+        active = growths
+        self.runner.catch_up([growth.memo for growth in active], list(sequences))
+        self._begin(active)
         feed = self._feed_chains if self.config.width == 1 else self._feed
         while active := [growth for growth in active if growth.frontier]:
             feed(active)
@@ -84,17 +110,24 @@ class Eagle3Drafter(Drafter):
     def fork(self, sequence: Sequence) -> HeadMemo | None:
         return sequence.memo.fork() if isinstance(sequence.memo, HeadMemo) else None
 
-    def _start(self, sequence: Sequence, budget: int) -> _Growth:
+    def _find_room(self, sequence: Sequence, budget: int) -> DraftRoom:
         memo, config = sequence.memo, self.config
         is_ready = isinstance(memo, HeadMemo) and self.runner.is_ready(memo, sequence)
+        return DraftRoom(
+            max_depth=min(budget, config.num_speculative_tokens) if is_ready else 0,
+            max_nodes=min(budget, config.num_speculative_tokens if config.width == 1 else config.max_nodes),
+            end_ids=sequence.end_ids,
+        )
+
+    def _start(self, sequence: Sequence, room: DraftRoom) -> _Growth:
         return _Growth(
             sequence,
             self.draw,
             self.randomness,
-            width=config.width,
-            max_depth=min(budget, config.num_speculative_tokens) if is_ready else 0,
-            max_nodes=min(budget, config.num_speculative_tokens if config.width == 1 else config.max_nodes),
-            min_confidence=config.min_confidence,
+            width=self.config.width,
+            max_depth=room.max_depth,
+            max_nodes=room.max_nodes,
+            min_confidence=self.config.min_confidence,
         )
 
     def _begin(self, active: Seq[_Growth]) -> None:

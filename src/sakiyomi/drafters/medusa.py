@@ -18,13 +18,15 @@ from sakiyomi.errors import ParameterError
 from sakiyomi.models.eagle import join_rows
 from sakiyomi.nets.medusa import MedusaConfig, MedusaHeads
 from sakiyomi.noise import Randomness
+from sakiyomi.ops.base import DraftRoom, GreedyRules
 from sakiyomi.plugins import check_growth
 from sakiyomi.sampling.distributions import KeyedRandomness
-from sakiyomi.sampling.growth import Growth, SubsetCandidates
+from sakiyomi.sampling.growth import Growth, SubsetCandidates, draft_rows, log_confidence, takes_the_best
 from sakiyomi.tree import Draft
 from sakiyomi.types import Array, Drafter, DrafterContext, DrawMode, Sequence
 
 RankPath = tuple[int, ...]
+Row = np.ndarray[tuple[int], np.dtype[np.float32]]
 NUM_RANKS = 10
 UNKNOWN_RATE, RANK_DECAY, DEPTH_DECAY = 0.5, 0.35, 0.7
 """Where a file does not tell how often its choices are right: the first head's first, and how it falls."""
@@ -79,21 +81,33 @@ class MedusaDrafter(Drafter):
         self.vocab_size = info.vocab_size
         self.ids = np.arange(info.vocab_size) if vocabulary is None else vocabulary.astype(np.int64)
         self.sharpness = float(stored.config.get("sharpness", 1.0))
+        self.rules = GreedyRules(
+            ids=self.ids,
+            sharpness=self.sharpness,
+            width=config.width,
+            lowest=log_confidence(config.min_confidence),
+        )
         self.depth = min(config.num_speculative_tokens, self.net.config.num_heads)
         rates = stored.config.get("rank_rates") or _unknown_rates(self.depth)
         self.layout = lay_out_tree([list(row) for row in rates][: self.depth], config.max_nodes)
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
-        growths = [self._start(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
-        active = [growth for growth in growths if growth.frontier]
+        rooms = [self._find_room(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
+        active = [i for i, room in enumerate(rooms) if min(room.max_depth, room.max_nodes) > 0]
+        drafts = [Draft.empty()] * len(rooms)
         if active:
-            depth = max(growth.max_depth for growth in active)
-            states = join_rows([growth.sequence.memo.state for growth in active])
+            depth = max(rooms[i].max_depth for i in active)
+            states = join_rows([sequences[i].memo.state for i in active])
             ops = self.net.ops
             logits = [ops.to_numpy(part) for part in self.net.logits(self.net.features(states, depth))]
-            for row, growth in enumerate(active):
-                self._grow(growth, [part[row] for part in logits])
-        return [growth.draft() if len(growth.tree) else Draft.empty() for growth in growths]
+            for row, i in enumerate(active):
+                drafts[i] = self._draft(sequences[i], rooms[i], [part[row] for part in logits])
+        return drafts
+
+    def _draft(self, sequence: Sequence, room: DraftRoom, logits: Seq[Row]) -> Draft:
+        is_simple = self.config.tree == "dynamic" and takes_the_best(sequence, self.draw)
+        at_once = draft_rows(logits, self.rules, room) if is_simple else None
+        return self._grow(sequence, room, logits) if at_once is None else at_once
 
     def observe(self, sequence: Sequence, start: int, tokens: Seq[int], taps: Array | None) -> None:
         # A memo is never changed, so that sequences that fork may share it.
@@ -107,31 +121,37 @@ class MedusaDrafter(Drafter):
     def fork(self, sequence: Sequence) -> _Memo | None:
         return sequence.memo if isinstance(sequence.memo, _Memo) else None
 
-    def _start(self, sequence: Sequence, budget: int) -> Growth:
+    def _find_room(self, sequence: Sequence, budget: int) -> DraftRoom:
         memo, config = sequence.memo, self.config
         is_ready = isinstance(memo, _Memo) and memo.length == len(sequence.tokens) - 1
         is_chain = config.width == 1 and config.tree == "dynamic"
-        return Growth(
+        return DraftRoom(
+            max_depth=min(budget, self.depth) if is_ready else 0,
+            max_nodes=min(budget, self.depth if is_chain else config.max_nodes),
+            end_ids=sequence.end_ids,
+        )
+
+    def _grow(self, sequence: Sequence, room: DraftRoom, logits: Seq[Row]) -> Draft:
+        config = self.config
+        growth = Growth(
             sequence,
             self.draw,
             self.randomness,
             width=config.width if config.tree == "dynamic" else NUM_RANKS,
-            max_depth=min(budget, self.depth) if is_ready else 0,
-            max_nodes=min(budget, self.depth if is_chain else config.max_nodes),
+            max_depth=room.max_depth,
+            max_nodes=room.max_nodes,
             min_confidence=config.min_confidence,
         )
-
-    def _grow(self, growth: Growth, logits: Seq[np.ndarray[tuple[int], np.dtype[np.float32]]]) -> None:
         rows = [SubsetCandidates(row, self.ids, self.vocab_size, self.sharpness) for row in logits]
         if self.config.tree == "static" and not growth.is_sampled:
             growth.lay_out(self.layout, rows)
-            return
         depth = 0
         while growth.frontier:
             for node in growth.frontier:
                 growth.add(node, rows[depth])
             growth.go_on()
             depth += 1
+        return growth.draft() if len(growth.tree) else Draft.empty()
 
 
 def lay_out_tree(rates: Seq[Seq[float]], max_nodes: int) -> tuple[RankPath, ...]:

@@ -21,9 +21,10 @@ from sakiyomi.models.eagle import join_rows
 from sakiyomi.nets.binding import find_mismatch
 from sakiyomi.nets.mlp import HEAD, MlpConfig, MlpSpeculator
 from sakiyomi.noise import Randomness
+from sakiyomi.ops.base import DraftRoom, GreedyRules
 from sakiyomi.plugins import check_growth
 from sakiyomi.sampling.distributions import KeyedRandomness
-from sakiyomi.sampling.growth import Growth, SubsetCandidates
+from sakiyomi.sampling.growth import Growth, SubsetCandidates, fill_in, log_confidence, takes_the_best
 from sakiyomi.tree import Draft
 from sakiyomi.types import Array, Drafter, DrafterContext, DrafterFile, DrawMode, Lent, Sequence
 
@@ -77,6 +78,12 @@ class MlpDrafter(Drafter):
             self.head = lent.ops.weight(stored.tensors[HEAD])
         else:
             self.head = lent.head if stored.vocabulary is None else lent.ops.select_rows(lent.head, stored.vocabulary)
+        self.rules = GreedyRules(
+            ids=self.ids,
+            sharpness=self.sharpness,
+            width=config.width,
+            lowest=log_confidence(config.min_confidence),
+        )
 
     def _find_file(self, context: DrafterContext, lent: Lent) -> DrafterFile:
         """The drafter file of the options, or the packaged one, made for this target."""
@@ -101,11 +108,29 @@ class MlpDrafter(Drafter):
         return stored
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
-        growths = [self._start(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
-        active = [growth for growth in growths if growth.frontier]
-        if active:
-            taps = join_rows([growth.sequence.memo.taps for growth in active])
-            states, logits = self.net.start_logits(taps, self._tokens(active), self.head)
+        rooms = [self._find_room(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
+        return fill_in(
+            self._draft_at_once(sequences, rooms),
+            lambda late: self._draft_by_levels([sequences[i] for i in late], [rooms[i] for i in late]),
+        )
+
+    def _draft_at_once(self, sequences: Seq[Sequence], rooms: Seq[DraftRoom]) -> list[Draft | None]:
+        """Drafts of the most probable tokens, and empty ones where there is no room; None for all others."""
+        drafts = [Draft.empty() if min(room.max_depth, room.max_nodes) <= 0 else None for room in rooms]
+        chosen = [i for i, draft in enumerate(drafts) if draft is None and takes_the_best(sequences[i], self.draw)]
+        if chosen:
+            taps = join_rows([sequences[i].memo.taps for i in chosen])
+            tokens = np.array([sequences[i].tokens[-1] for i in chosen], np.int32)
+            found = self.net.draft(taps, tokens, self.head, self.rules, [rooms[i] for i in chosen])
+            for i, draft in zip(chosen, found, strict=True):
+                drafts[i] = draft
+        return drafts
+
+    def _draft_by_levels(self, sequences: Seq[Sequence], rooms: Seq[DraftRoom]) -> list[Draft]:
+        growths = [self._start(sequence, room) for sequence, room in zip(sequences, rooms, strict=True)]
+        active = growths
+        taps = join_rows([growth.sequence.memo.taps for growth in active])
+        states, logits = self.net.start_logits(taps, self._tokens(active), self.head)
         while active:
             self._add_level(active, self.ops.to_numpy(logits))
             rows = self._rows_that_go_on(active)
@@ -127,18 +152,25 @@ class MlpDrafter(Drafter):
     def fork(self, sequence: Sequence) -> _Memo | None:
         return sequence.memo if isinstance(sequence.memo, _Memo) else None
 
-    def _start(self, sequence: Sequence, budget: int) -> Growth:
+    def _find_room(self, sequence: Sequence, budget: int) -> DraftRoom:
         memo, config = sequence.memo, self.config
         # Without the taps of the last position fed (attached late, or behind a rewind) there is nothing to draft from.
         is_ready = isinstance(memo, _Memo) and memo.length == len(sequence.tokens) - 1
+        return DraftRoom(
+            max_depth=min(budget, config.num_speculative_tokens) if is_ready else 0,
+            max_nodes=min(budget, config.num_speculative_tokens if config.width == 1 else config.max_nodes),
+            end_ids=sequence.end_ids,
+        )
+
+    def _start(self, sequence: Sequence, room: DraftRoom) -> Growth:
         return Growth(
             sequence,
             self.draw,
             self.randomness,
-            width=config.width,
-            max_depth=min(budget, config.num_speculative_tokens) if is_ready else 0,
-            max_nodes=min(budget, config.num_speculative_tokens if config.width == 1 else config.max_nodes),
-            min_confidence=config.min_confidence,
+            width=self.config.width,
+            max_depth=room.max_depth,
+            max_nodes=room.max_nodes,
+            min_confidence=self.config.min_confidence,
         )
 
     def _add_level(self, active: Seq[Growth], logits: npt.NDArray[np.float32]) -> None:

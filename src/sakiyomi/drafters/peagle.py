@@ -13,9 +13,10 @@ from typing import Literal
 
 from sakiyomi.models.eagle import HeadMemo, join_rows, open_head
 from sakiyomi.noise import Randomness
+from sakiyomi.ops.base import DraftRoom, GreedyRules
 from sakiyomi.plugins import check_growth
 from sakiyomi.sampling.distributions import KeyedRandomness
-from sakiyomi.sampling.growth import Growth, SubsetCandidates
+from sakiyomi.sampling.growth import Growth, SubsetCandidates, draft_rows, log_confidence, takes_the_best
 from sakiyomi.tree import Draft
 from sakiyomi.types import Array, Drafter, DrafterContext, DrawMode, Sequence
 
@@ -54,18 +55,30 @@ class PEagleDrafter(Drafter):
         self.parts = open_head(("peagle",), config.path, context)
         self.taps = self.parts.taps
         self.runner = self.parts.new_runner(context.target.info.max_model_len)
+        self.rules = GreedyRules(
+            ids=self.parts.ids,
+            sharpness=self.parts.sharpness,
+            width=config.width,
+            lowest=log_confidence(config.min_confidence),
+        )
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
-        growths = [self._start(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
-        active = [growth for growth in growths if growth.frontier]
+        rooms = [self._find_room(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
+        active = [i for i, room in enumerate(rooms) if min(room.max_depth, room.max_nodes) > 0]
+        drafts = [Draft.empty()] * len(rooms)
         if active:
-            memos = [growth.sequence.memo for growth in active]
-            depth = max(growth.max_depth for growth in active)
-            rows = self.runner.look_ahead(memos, [growth.sequence for growth in active], depth - 1)
+            some = [sequences[i] for i in active]
+            depth = max(rooms[i].max_depth for i in active)
+            rows = self.runner.look_ahead([sequence.memo for sequence in some], some, depth - 1)
             logits = self.runner.ops.to_numpy(join_rows(rows))
-            for index, growth in enumerate(active):
-                self._grow(growth, logits[index * depth : (index + 1) * depth])
-        return [growth.draft() if len(growth.tree) else Draft.empty() for growth in growths]
+            for index, i in enumerate(active):
+                drafts[i] = self._draft(sequences[i], rooms[i], logits[index * depth : (index + 1) * depth])
+        return drafts
+
+    def _draft(self, sequence: Sequence, room: DraftRoom, logits: Array) -> Draft:
+        is_simple = takes_the_best(sequence, self.draw)
+        at_once = draft_rows(list(logits), self.rules, room) if is_simple else None
+        return self._grow(sequence, room, logits) if at_once is None else at_once
 
     def observe(self, sequence: Sequence, start: int, tokens: Seq[int], taps: Array | None) -> None:
         if not isinstance(sequence.memo, HeadMemo):
@@ -79,20 +92,25 @@ class PEagleDrafter(Drafter):
     def fork(self, sequence: Sequence) -> HeadMemo | None:
         return sequence.memo.fork() if isinstance(sequence.memo, HeadMemo) else None
 
-    def _start(self, sequence: Sequence, budget: int) -> Growth:
+    def _find_room(self, sequence: Sequence, budget: int) -> DraftRoom:
         memo, config = sequence.memo, self.config
         is_ready = isinstance(memo, HeadMemo) and self.runner.is_ready(memo, sequence)
-        return Growth(
+        return DraftRoom(
+            max_depth=min(budget, config.num_speculative_tokens) if is_ready else 0,
+            max_nodes=min(budget, config.num_speculative_tokens if config.width == 1 else config.max_nodes),
+            end_ids=sequence.end_ids,
+        )
+
+    def _grow(self, sequence: Sequence, room: DraftRoom, logits: Array) -> Draft:
+        growth = Growth(
             sequence,
             self.draw,
             self.randomness,
-            width=config.width,
-            max_depth=min(budget, config.num_speculative_tokens) if is_ready else 0,
-            max_nodes=min(budget, config.num_speculative_tokens if config.width == 1 else config.max_nodes),
-            min_confidence=config.min_confidence,
+            width=self.config.width,
+            max_depth=room.max_depth,
+            max_nodes=room.max_nodes,
+            min_confidence=self.config.min_confidence,
         )
-
-    def _grow(self, growth: Growth, logits: Array) -> None:
         parts, depth = self.parts, 0
         while growth.frontier:
             candidates = SubsetCandidates(logits[depth], parts.ids, parts.vocab_size, parts.sharpness)
@@ -100,3 +118,4 @@ class PEagleDrafter(Drafter):
                 growth.add(node, candidates)
             growth.go_on()
             depth += 1
+        return growth.draft() if len(growth.tree) else Draft.empty()

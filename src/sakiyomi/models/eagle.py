@@ -18,7 +18,8 @@ from sakiyomi.cache import KVCache
 from sakiyomi.errors import ParameterError
 from sakiyomi.nets.binding import resolve_taps
 from sakiyomi.nets.eagle3 import EagleConfig, EagleHead
-from sakiyomi.ops.base import Causal, Mask, Ops, Past
+from sakiyomi.ops.base import Causal, DraftRoom, GreedyRules, Mask, Ops, Past
+from sakiyomi.tree import Draft
 from sakiyomi.types import Array, DrafterContext, Sequence
 
 CHUNK = 256
@@ -109,6 +110,39 @@ class HeadRunner:
         if late:
             self._feed([memo for memo, _ in late], [sequence for _, sequence in late], 0)
 
+    def draft_chains(
+        self, memos: Seq[HeadMemo], sequences: Seq[Sequence], rules: GreedyRules, rooms: Seq[DraftRoom]
+    ) -> list[Draft | None]:
+        """Feed all waiting rows, and grow chains of the most probable tokens behind them in the same call.
+
+        Returns:
+            The drafts; None for those that have to be grown step by step.
+        """
+        counts = [memo.num_waiting for memo in memos]
+        if self._lm_head is None or min(counts) == 0 or sum(counts) > MAX_LOGIT_ROWS:
+            return [None] * len(memos)
+        rows = [_Rows.of(memo, sequence, 0, self.head) for memo, sequence in zip(memos, sequences, strict=True)]
+        for memo, count, room in zip(memos, counts, rooms, strict=True):
+            memo.cache.reserve(count + room.max_depth - 1)
+        found = self.head.draft_chains(
+            join_rows([part.token_ids for part in rows]),
+            join_rows([part.features for part in rows]),
+            join_rows([part.positions for part in rows]),
+            Past([memo.cache.slots() for memo in memos]),
+            Causal((0, *accumulate(counts))),
+            self._lm_head,
+            rules,
+            rooms,
+        )
+        if found is None:
+            return [None] * len(memos)
+        drafts, logits, states = found
+        for i, (memo, count) in enumerate(zip(memos, counts, strict=True)):
+            memo.cache.keep(range(count))
+            memo.waiting.clear()
+            memo.last = (logits[i : i + 1], states[i : i + 1])
+        return drafts
+
     def look_ahead(self, memos: Seq[HeadMemo], sequences: Seq[Sequence], num_ahead: int) -> list[Array]:
         """Feed all waiting rows and behind them placeholder rows, as P-EAGLE drafts; those are dropped again.
 
@@ -141,7 +175,8 @@ class HeadRunner:
             at += end - start
             if count:
                 memo.last = (found[:1], states[start : start + 1])
-                found = found[1:]
+                results.append(found)
+                continue
             assert memo.last is not None, "a head begins with a row of the target's"
             results.append(join_rows([memo.last[0], found]) if num_ahead else memo.last[0])
         return results

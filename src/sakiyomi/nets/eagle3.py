@@ -10,7 +10,7 @@ Letters: R rows, H width of the head, Ht width of the target, A taps, I inner wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from sakiyomi.errors import CheckpointError
 from sakiyomi.nets.decoder import rope_frequencies
-from sakiyomi.ops.base import HeadEnds, LayerWeights, Mask, Ops, Past, StackSpec
+from sakiyomi.ops.base import Causal, DraftRoom, GreedyRules, HeadEnds, LayerWeights, Mask, Ops, Past, StackSpec
+from sakiyomi.tree import Draft
 from sakiyomi.types import Array, DrafterFile, Lent, Tensor
 
 Kind = Literal["eagle1", "eagle3", "peagle"]
@@ -248,6 +249,26 @@ class EagleHead:
             features, token_ids, self._ends(head), self.layers, config.spec, positions, past, mask, with_logits
         )
         return normed, normed if config.norm_output else states, logits
+
+    def draft_chains(
+        self,
+        token_ids: npt.NDArray[np.int32],
+        features: Array,
+        positions: npt.NDArray[np.int32],
+        past: Past,
+        mask: Causal,
+        head: Any,
+        rules: GreedyRules,
+        rooms: Sequence[DraftRoom],
+    ) -> tuple[list[Draft | None], Array, Array] | None:
+        """`forward_to_logits` of causal rows, and chains of the likeliest tokens behind them (`Ops.head_chains`)."""
+        config = self.config
+        if config.is_first:
+            return None
+        ends, layers, spec = self._ends(head), self.layers, config.spec
+        return self.ops.head_chains(
+            features, token_ids, ends, layers, spec, positions, past, mask, config.norm_output, rules, rooms
+        )
 
     def _ends(self, head: Any) -> HeadEnds:
         """What stands around the layers; kept, since every pass of a chain asks for the same."""

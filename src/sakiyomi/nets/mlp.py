@@ -14,7 +14,7 @@ Letters: R rows, H hidden width, T taps, I inner width, K ids of the draft vocab
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sakiyomi.errors import CheckpointError
-from sakiyomi.ops.base import Hide, MlpWeights, Ops
+from sakiyomi.ops.base import DraftRoom, GreedyRules, Hide, MlpWeights, Ops
+from sakiyomi.tree import Draft
 from sakiyomi.types import Array, Tensor
 
 Ids = npt.NDArray[np.int32]
@@ -156,6 +157,13 @@ class MlpSpeculator:
     def advance_logits(self, states: Array, token_ids: Ids, head: Any) -> tuple[Array, Array]:
         """`advance`, and the logits [R, K] over a head [K, H]."""
         return self.ops.mlp_step(states, token_ids, self.embedding, self._weights["advance"], head)
+
+    def draft(
+        self, taps: Array, token_ids: Ids, head: Any, rules: GreedyRules, rooms: Sequence[DraftRoom]
+    ) -> list[Draft | None]:
+        """Drafts of the most probable tokens behind `token_ids` [R]; None where one has to be grown step by step."""
+        steps = self._weights["start"], self._weights["advance"]
+        return self.ops.mlp_drafts(taps, token_ids, self.embedding, steps, head, rules, rooms)
 
     def _state(self, name: str, left: Array, token_ids: Ids) -> Array:
         hide = self._hide

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from sakiyomi.tree import Draft
 from sakiyomi.types import Array, Quantized
 
 Matrix: TypeAlias = "npt.NDArray[Any] | Quantized"
@@ -168,6 +169,32 @@ class MlpWeights:
     norm: Array
     ones: Array
     eps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GreedyRules:
+    """How drafts of the most probable tokens grow (sampling/growth.py).
+
+    Attributes:
+        ids: int64 [K], the ascending ids that logits are of.
+        sharpness: factor on the logits from which confidences are taken.
+        width: children of a node, and nodes that go on at each depth.
+        lowest: the logarithm of the confidence below which nothing is drafted.
+    """
+
+    ids: npt.NDArray[np.int64]
+    sharpness: float
+    width: int
+    lowest: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftRoom:
+    """What a single draft may hold: its depth and its nodes at most, and the ids behind which nothing is drafted."""
+
+    max_depth: int
+    max_nodes: int
+    end_ids: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,6 +368,29 @@ class Ops(ABC):
         states = self.mlp_state(left, token_ids, embedding, weights, None)
         return states, self.linear(self.rms_norm(states, weights.norm, weights.eps), head)
 
+    def mlp_drafts(
+        self,
+        left: Array,
+        token_ids: npt.NDArray[np.int32],
+        embedding: Weight,
+        steps: tuple[MlpWeights, MlpWeights],
+        head: Weight,
+        rules: GreedyRules,
+        rooms: Sequence[DraftRoom],
+    ) -> list[Draft | None]:
+        """Drafts of the most probable tokens behind `token_ids` [R], each grown in one go.
+
+        Args:
+            left: the states [R, T * H] in front of the tokens.
+            steps: the weights of the first step and of all further ones.
+            head: [K, H].
+            rooms: R of them.
+
+        Returns:
+            For each row what `sampling.growth.Growth` would draft, or None where it has to be grown level by level.
+        """
+        return [None] * len(token_ids)
+
     # ---- a pass of an EAGLE head, composed
 
     def head_pass(
@@ -366,6 +416,35 @@ class Ops(ABC):
         states, _ = self.decoder_stack(start, layers, spec, positions, past, mask, read=read)
         normed = self.rms_norm(states, ends.final_norm, spec.eps)
         return normed, states, self.linear(normed, ends.head) if with_logits else None
+
+    def head_chains(
+        self,
+        features: Array,
+        token_ids: npt.NDArray[np.int32],
+        ends: HeadEnds,
+        layers: Sequence[LayerWeights],
+        spec: StackSpec,
+        positions: npt.NDArray[np.int32],
+        past: Past,
+        mask: Causal,
+        feeds_normed: bool,
+        rules: GreedyRules,
+        rooms: Sequence[DraftRoom],
+    ) -> tuple[list[Draft | None], Array, Array] | None:
+        """A `head_pass`, and behind it chains of the most probable tokens, each grown in one go from states fed back.
+
+        Args:
+            past: caches with room for the rows and for max_depth - 1 more each.
+            mask: bounds of B sequences, each with a row at least.
+            feeds_normed: what is fed back is the normed state.
+            rules: of width 1.
+            rooms: B of them.
+
+        Returns:
+            For each sequence its draft, or None where it has to be grown step by step; and of its last row the logits
+            [B, K] and the state to feed back [B, H]. None where all have to be grown step by step, and nothing was run.
+        """
+        return None
 
     # ---- a decoder stack, composed
 

@@ -21,6 +21,8 @@ from sakiyomi.ops.base import (
     Blocks,
     Causal,
     Dense,
+    DraftRoom,
+    GreedyRules,
     HeadEnds,
     LayerWeights,
     Mask,
@@ -31,6 +33,7 @@ from sakiyomi.ops.base import (
     StackSpec,
     Tree,
 )
+from sakiyomi.tree import Draft
 from sakiyomi.types import GROUP_SIZE, Quantized
 
 _native: Any
@@ -274,6 +277,34 @@ class NativeOps(Ops):
     ) -> tuple[Floats, Floats]:
         if weights.down.shape[1] % GROUP_SIZE:
             return super().mlp_step(left, token_ids, embedding, weights, head)
+        num_rows = len(token_ids)
+        states = np.empty((num_rows, weights.down.shape[0]), np.float32)
+        logits = np.empty((num_rows, head.shape[0]), np.float32)
+        step = self._mlp_step(embedding, weights, head)
+        step.run(_floats(left), _ints(token_ids), states, logits, self.threads)
+        return states, logits
+
+    def mlp_drafts(
+        self,
+        left: Floats,
+        token_ids: npt.NDArray[np.int32],
+        embedding: Any,
+        steps: tuple[MlpWeights, MlpWeights],
+        head: Any,
+        rules: GreedyRules,
+        rooms: Sequence[DraftRoom],
+    ) -> list[Draft | None]:
+        if steps[0].down.shape[1] % GROUP_SIZE:
+            return super().mlp_drafts(left, token_ids, embedding, steps, head, rules, rooms)
+        start, advance = (self._mlp_step(embedding, weights, head) for weights in steps)
+        found = start.draft(
+            *(advance, _floats(left), _ints(token_ids), rules.ids, rules.sharpness, rules.width, rules.lowest),
+            *(*_room_fields(rooms), self.threads),
+        )
+        return _drafts_of(found)
+
+    def _mlp_step(self, embedding: Any, weights: MlpWeights, head: Any) -> Any:
+        """The C++ form of a step, kept for the next call with the same weights."""
         key = (id(weights), id(head), id(embedding))
         entry = self._mlp_steps.get(key)
         if entry is None or entry[0] is not weights:
@@ -283,11 +314,7 @@ class NativeOps(Ops):
             if len(self._mlp_steps) >= _MAX_STACKS:
                 self._mlp_steps.clear()
             self._mlp_steps[key] = entry
-        num_rows = len(token_ids)
-        states = np.empty((num_rows, weights.down.shape[0]), np.float32)
-        logits = np.empty((num_rows, head.shape[0]), np.float32)
-        entry[1].run(_floats(left), _ints(token_ids), states, logits, self.threads)
-        return states, logits
+        return entry[1]
 
     # ---- a decoder stack, fused
 
@@ -348,16 +375,50 @@ class NativeOps(Ops):
         bounds, parents = _segments(mask)
         normed, states = np.empty_like(features), np.empty_like(features)
         logits = np.empty((len(features), ends.head.shape[0]), np.float32) if with_logits else None
-        around = (
-            *(ends.embedding, ends.embed_norm, ends.feature_norm, ends.norm_before_residual, ends.final_norm),
-            ends.head,
-        )
         table = self._rope_table(positions, spec.inv_freq, spec.rope_scale)
         self._stack(layers, spec).run_head(
-            *(features, _ints(token_ids), around, positions, table, *_caches(past), past.layer, bounds, parents),
+            *(
+                features,
+                _ints(token_ids),
+                _end_fields(ends),
+                positions,
+                table,
+                *_caches(past),
+                past.layer,
+                bounds,
+                parents,
+            ),
             *(normed, states, logits, self.threads),
         )
         return normed, states, logits
+
+    def head_chains(
+        self,
+        features: Floats,
+        token_ids: npt.NDArray[np.int32],
+        ends: HeadEnds,
+        layers: Sequence[LayerWeights],
+        spec: StackSpec,
+        positions: npt.NDArray[np.int32],
+        past: Past,
+        mask: Causal,
+        feeds_normed: bool,
+        rules: GreedyRules,
+        rooms: Sequence[DraftRoom],
+    ) -> tuple[list[Draft | None], Floats, Floats] | None:
+        features, positions = _floats(features), _ints(positions)
+        keys, values, lengths, _ = _caches(past)
+        states = np.empty((len(lengths), features.shape[1]), np.float32)
+        logits = np.empty((len(lengths), ends.head.shape[0]), np.float32)
+        last = positions.max(keepdims=True) + max(room.max_depth for room in rooms)
+        table = self._rope_table(last, spec.inv_freq, spec.rope_scale)
+        found = self._stack(layers, spec).draft_chains(
+            *(features, _ints(token_ids), _end_fields(ends), positions, table),
+            *(keys, values, lengths, past.layer, list(mask.bounds)),
+            *(feeds_normed, rules.ids, rules.sharpness, rules.lowest, *_room_fields(rooms)),
+            *(states, logits, self.threads),
+        )
+        return _drafts_of(found), logits, states
 
     # ---- helpers
 
@@ -450,6 +511,25 @@ def _layer_fields(layer: LayerWeights, window: int | None) -> tuple[Any, ...]:
 
 def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
     return some is others or all(one is other for one, other in zip(some, others, strict=True))
+
+
+def _end_fields(ends: HeadEnds) -> tuple[Any, ...]:
+    return (
+        ends.embedding,
+        ends.embed_norm,
+        ends.feature_norm,
+        ends.norm_before_residual,
+        ends.final_norm,
+        ends.head,
+    )
+
+
+def _room_fields(rooms: Sequence[DraftRoom]) -> tuple[list[int], list[int], list[frozenset[int]]]:
+    return [room.max_depth for room in rooms], [room.max_nodes for room in rooms], [room.end_ids for room in rooms]
+
+
+def _drafts_of(found: Sequence[Any]) -> list[Draft | None]:
+    return [None if tree is None else Draft(tree[0], tree[1], confidences=tree[2]) for tree in found]
 
 
 def _window(window: int | None) -> int:

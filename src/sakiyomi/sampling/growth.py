@@ -7,6 +7,7 @@ nodes unless they are sampled.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Literal, Protocol
@@ -14,7 +15,8 @@ from typing import Literal, Protocol
 import numpy as np
 
 from sakiyomi.noise import PURPOSE_DRAFT, Randomness
-from sakiyomi.sampling.choose import Float32s, Ids, depends_on_ids, rank
+from sakiyomi.ops.base import DraftRoom, GreedyRules
+from sakiyomi.sampling.choose import Float32s, Ids, _native, depends_on_ids, rank
 from sakiyomi.sampling.distributions import Law, law_at, law_of
 from sakiyomi.tree import ROOT, Draft, TreeBuilder
 from sakiyomi.types import DrawMode, History, Output, Sequence
@@ -124,7 +126,7 @@ class Growth:
         self._randomness = randomness
         self._width = width
         self._max_nodes = max_nodes
-        self._lowest = float(np.log(min_confidence)) if min_confidence > 0 else -np.inf
+        self._lowest = log_confidence(min_confidence)
         self._laws: list[Law] = []
 
     def token(self, node: int) -> int:
@@ -216,6 +218,42 @@ class Growth:
             probs_ids=[self._laws[node].ids for node in order],
             draws=tuple(place[node] for node in range(len(order))) if leading else None,
         )
+
+
+def takes_the_best(sequence: Sequence, draw: DrawMode) -> bool:
+    """Whether `Growth` takes the largest of the logits as they are, at every node."""
+    # Deeper nodes are further from the prompt, so no parameter begins to act below the root.
+    return (draw == "argmax" or sequence.params.is_greedy) and not depends_on_ids(sequence.history())
+
+
+def log_confidence(min_confidence: float) -> float:
+    """The logarithm, -inf for 0."""
+    return float(np.log(min_confidence)) if min_confidence > 0 else -np.inf
+
+
+def draft_rows(rows: Seq[Float32s], rules: GreedyRules, room: DraftRoom) -> Draft | None:
+    """What `Growth` drafts where it `takes_the_best` and all nodes of a depth have the same candidates.
+
+    Args:
+        rows: the logits [K] of each depth.
+
+    Returns:
+        None where it has to grow node by node: without the C++ routines, or from damaged logits.
+    """
+    if _native is None:
+        return None
+    found = _native.draft_rows(
+        *(list(rows), rules.ids, rules.sharpness, rules.width, rules.lowest),
+        *(room.max_depth, room.max_nodes, room.end_ids),
+    )
+    return None if found is None else Draft(found[0], found[1], confidences=found[2])
+
+
+def fill_in(drafts: Seq[Draft | None], grow: Callable[[list[int]], Seq[Draft]]) -> list[Draft]:
+    """The drafts, those that are missing grown by `grow`, which is told their numbers."""
+    late = [i for i, draft in enumerate(drafts) if draft is None]
+    rest = iter(grow(late) if late else ())
+    return [next(rest) if draft is None else draft for draft in drafts]
 
 
 def _put_first(leading: Seq[int], nodes: Seq[int]) -> list[int]:

@@ -1,0 +1,127 @@
+// Drafts of the most probable tokens, grown inside one call.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "arrays.hpp"
+#include "choose.hpp"
+
+namespace sakiyomi {
+
+// `rank_row` of a row that is multiplied with `sharpness` first, and of at most all ids.
+inline bool rank_sharp(float* logits, std::int64_t num_ids, float sharpness, std::int64_t width, Ranking* ranking) {
+    if (sharpness != 1)
+        for (std::int64_t i = 0; i < num_ids; ++i) logits[i] *= sharpness;
+    return rank_row(logits, num_ids, std::min(width, num_ids), ranking);
+}
+
+// A greedy draft in the making, as `Growth` of sampling/growth.py over `TreeBuilder` of tree.py.
+class GreedyTree {
+   public:
+    static constexpr std::int64_t kRoot = -1;
+
+    struct Node {
+        std::int64_t token, parent, depth;
+        double confidence;  // a logarithm, the parents' included
+    };
+
+    std::int64_t max_depth = 0, max_nodes = 0;
+    std::vector<std::int64_t> end_ids;
+    std::vector<std::int64_t> frontier;  // nodes whose children come next, ascending
+    std::vector<Node> nodes;
+
+    void add(std::int64_t parent, std::int64_t token, double confidence) {
+        const bool is_top = parent == kRoot;
+        const Node* above = is_top ? nullptr : &nodes[static_cast<std::size_t>(parent)];
+        nodes.push_back({token, parent, is_top ? 1 : above->depth + 1,
+                         (is_top ? 0.0 : above->confidence) + std::min(confidence, 0.0)});
+    }
+
+    // Appends the `width` best children of a node, given a row of logits [K] of the ids in `vocabulary`, which is multiplied
+    // with `sharpness` first. Returns false where logits are damaged.
+    bool add_best(std::int64_t parent, float* logits, std::int64_t num_ids, const std::int64_t* vocabulary, float sharpness,
+                  std::int64_t width, Ranking* ranking) {
+        if (!rank_sharp(logits, num_ids, sharpness, width, ranking)) return false;
+        add_ranked(parent, *ranking, vocabulary);
+        return true;
+    }
+
+    void add_ranked(std::int64_t parent, const Ranking& ranking, const std::int64_t* vocabulary) {
+        for (std::size_t i = 0; i < ranking.ids.size(); ++i) add(parent, vocabulary[ranking.ids[i]], ranking.confidences[i]);
+    }
+
+    // Chooses the next frontier among the nodes from `first` on, which are the deepest level.
+    void go_on(std::size_t first, std::int64_t width, double lowest) {
+        frontier.clear();
+        if (nodes.back().depth >= max_depth) return;
+        for (std::size_t node = first; node < nodes.size(); ++node)
+            if (std::find(end_ids.begin(), end_ids.end(), nodes[node].token) == end_ids.end())
+                frontier.push_back(static_cast<std::int64_t>(node));
+        keep_best(frontier, width, lowest);
+    }
+
+    // The nodes that are drafted, in order; with a node its parent is among them.
+    std::vector<std::int64_t> select(double lowest) const {
+        std::vector<std::int64_t> chosen(nodes.size());
+        for (std::size_t node = 0; node < nodes.size(); ++node) chosen[node] = static_cast<std::int64_t>(node);
+        keep_best(chosen, max_nodes, lowest);
+        return chosen;
+    }
+
+    // (tokens, parents, confidences or None where all are 1) of the nodes that are drafted.
+    nb::object give(double lowest) const {
+        const std::vector<std::int64_t> chosen = select(lowest);
+        nb::list tokens, parents, confidences;
+        for (const std::int64_t index : chosen) {
+            const Node& node = nodes[static_cast<std::size_t>(index)];
+            tokens.append(node.token);
+            parents.append(node.parent == kRoot ? kRoot : std::find(chosen.begin(), chosen.end(), node.parent) - chosen.begin());
+            confidences.append(std::exp(node.confidence));
+        }
+        const bool is_certain = std::all_of(nodes.begin(), nodes.end(), [](const Node& node) { return node.confidence == 0; });
+        return nb::make_tuple(nb::tuple(tokens), nb::tuple(parents), is_certain ? nb::object(nb::none()) : nb::object(nb::tuple(confidences)));
+    }
+
+   private:
+    void keep_best(std::vector<std::int64_t>& some, std::int64_t count, double lowest) const {
+        const auto at = [&](std::int64_t node) -> const Node& { return nodes[static_cast<std::size_t>(node)]; };
+        if (static_cast<std::int64_t>(some.size()) > count) {
+            // A parent comes before its equally confident children, since nodes are in the order of their depths.
+            std::sort(some.begin(), some.end(), [&](std::int64_t a, std::int64_t b) {
+                return at(a).confidence != at(b).confidence ? at(a).confidence > at(b).confidence : a < b;
+            });
+            some.resize(static_cast<std::size_t>(count));
+            std::sort(some.begin(), some.end());
+        }
+        some.erase(std::remove_if(some.begin(), some.end(), [&](std::int64_t node) { return !(at(node).confidence >= lowest); }),
+                   some.end());
+    }
+};
+
+inline std::vector<GreedyTree> start_trees(std::int64_t count, const std::vector<std::int64_t>& max_depths,
+                                           const std::vector<std::int64_t>& max_nodes, const nb::list& end_ids) {
+    check_equal("the number of depths", static_cast<std::int64_t>(max_depths.size()), count);
+    check_equal("the number of node counts", static_cast<std::int64_t>(max_nodes.size()), count);
+    check_equal("the number of end ids", static_cast<std::int64_t>(end_ids.size()), count);
+    std::vector<GreedyTree> trees(static_cast<std::size_t>(count));
+    for (std::size_t i = 0; i < trees.size(); ++i) {
+        check(max_depths[i] > 0 && max_nodes[i] > 0, "a draft needs room for a node.");
+        trees[i].max_depth = max_depths[i], trees[i].max_nodes = max_nodes[i];
+        for (nb::handle id : end_ids[i]) trees[i].end_ids.push_back(nb::cast<std::int64_t>(id));
+        trees[i].frontier = {GreedyTree::kRoot};
+    }
+    return trees;
+}
+
+// The ids, ascending, that columns of logits stand for.
+inline void check_ids(const In<std::int64_t, nb::ndim<1>>& vocabulary, std::int64_t num_ids, std::int64_t vocab_size) {
+    check_equal("the length of vocabulary", static_cast<std::int64_t>(vocabulary.shape(0)), num_ids);
+    // All would have to be read for it in each step; ascending, they are in range where the ends are.
+    if (num_ids > 0)
+        check(vocabulary.data()[0] >= 0 && vocabulary.data()[num_ids - 1] < vocab_size, "a drafted id is out of range.");
+}
+
+}  // namespace sakiyomi
