@@ -69,7 +69,13 @@ inline float sqrt_scalar(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(
 inline Vi zero_int() { return _mm512_setzero_si512(); }
 inline Vi set1_int(int32_t x) { return _mm512_set1_epi32(x); }
 inline Vi add(Vi a, Vi b) { return _mm512_add_epi32(a, b); }
-inline int32_t reduce_add(Vi a) { return _mm512_reduce_add_epi32(a); }
+// Of additions that wrap, where the header's own reduction adds plain integers: what rounding makes of a nan is no small number.
+inline int32_t reduce_add(Vi a) {
+    const __m256i eight = _mm256_add_epi32(_mm512_castsi512_si256(a), _mm512_extracti64x4_epi64(a, 1));
+    const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    const __m128i two = _mm_add_epi32(four, _mm_unpackhi_epi64(four, four));
+    return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 1)));
+}
 inline Vi round_to_int(Vf a) {
     return _mm512_cvt_roundps_epi32(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
