@@ -26,7 +26,7 @@ from sakiyomi.decode import Step, propose
 from sakiyomi.engine.acceptance import FADE_SHARED, Acceptance, Rates
 from sakiyomi.engine.costs import DraftCosts, PassCosts
 from sakiyomi.errors import ParameterError
-from sakiyomi.plan.speedup import count_worthwhile
+from sakiyomi.plan.speedup import count_worthwhile, survivals
 from sakiyomi.tree import ROOT, SAMPLED, Draft, merge_drafts
 from sakiyomi.types import Drafter, ModelInfo, Sequence
 
@@ -227,12 +227,10 @@ class AdaptiveBudget:
         if self._is_free(source, curve):
             return min(cap, MAX_DRAFT_NODES)
         rate = self._rate(num_sequences, curve)
-        best, best_worth, gain, survival = 0, 0.0, 0.0, missing
-        for count, conditional in enumerate(outlook.acceptance.conditionals(min(cap, MAX_ASKED)), 1):
-            survival *= conditional
-            if survival < NEGLIGIBLE:
-                break
-            gain += survival
+        best, best_worth, gain = 0, 0.0, 0.0
+        conditionals = outlook.acceptance.conditionals(min(cap, MAX_ASKED))
+        for count, survival in enumerate(survivals(conditionals, NEGLIGIBLE / missing), 1):
+            gain += survival * missing
             verify_s = curve[num_sequences + count] - curve[num_sequences]
             worth = gain - rate * (source.costs.seconds(count) + verify_s)
             if worth > best_worth:

@@ -9,16 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from heapq import heapify, heappop, heappush
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from operator import mul
 
 Cost = Callable[[int], float]
 """From a number (of rows, or of drafted tokens) to seconds or plain steps."""
 
 
-def survivals(conditionals: Iterable[float]) -> list[float]:
-    """a_j of a chain from the acceptance of each position given that of the ones before it."""
-    return list(accumulate(conditionals, mul))
+def survivals(conditionals: Iterable[float], least: float = 0.0) -> list[float]:
+    """a_j of a chain from the acceptance of each position given that of the ones before it.
+
+    Args:
+        least: positions from the first one on that survives less often are left out, and not asked for.
+    """
+    return list(takewhile(lambda a: a >= least, accumulate(conditionals, mul)))
 
 
 def expected_tokens(a: Iterable[float]) -> float:
