@@ -110,13 +110,16 @@ class HeadRunner:
         if late:
             self._feed([memo for memo, _ in late], [sequence for _, sequence in late], 0)
 
-    def draft_chains(
+    def draft(
         self, memos: Seq[HeadMemo], sequences: Seq[Sequence], rules: GreedyRules, rooms: Seq[DraftRoom]
     ) -> list[Draft | None]:
-        """Feed all waiting rows, and grow chains of the most probable tokens behind them in the same call.
+        """Feed all waiting rows, and grow drafts of the most probable tokens behind them in the same call.
+
+        Args:
+            rules: of width 1, but for P-EAGLE.
 
         Returns:
-            The drafts; None for those that have to be grown step by step.
+            The drafts; None for those that have to be grown level by level.
         """
         counts = [memo.num_waiting for memo in memos]
         if self._lm_head is None or min(counts) == 0 or sum(counts) > MAX_LOGIT_ROWS:
@@ -124,10 +127,9 @@ class HeadRunner:
         rows = [_Rows.of(memo, sequence, 0, self.head) for memo, sequence in zip(memos, sequences, strict=True)]
         for memo, count, room in zip(memos, counts, rooms, strict=True):
             memo.cache.reserve(count + room.max_depth - 1)
-        found = self.head.draft_chains(
+        found = self.head.draft(
             join_rows([part.token_ids for part in rows]),
             join_rows([part.features for part in rows]),
-            join_rows([part.positions for part in rows]),
             Past([memo.cache.slots() for memo in memos]),
             Causal((0, *accumulate(counts))),
             self._lm_head,

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from sakiyomi.errors import CheckpointError
 from sakiyomi.nets.decoder import rope_frequencies
-from sakiyomi.ops.base import Causal, DraftRoom, GreedyRules, HeadEnds, LayerWeights, Mask, Ops, Past, StackSpec
+from sakiyomi.ops.base import Causal, DraftRoom, GreedyRules, HeadEnds, LayerWeights, Mask, Ops, Past, Placeholder, StackSpec
 from sakiyomi.tree import Draft
 from sakiyomi.types import Array, DrafterFile, Lent, Tensor
 
@@ -250,25 +250,29 @@ class EagleHead:
         )
         return normed, normed if config.norm_output else states, logits
 
-    def draft_chains(
+    def draft(
         self,
         token_ids: npt.NDArray[np.int32],
         features: Array,
-        positions: npt.NDArray[np.int32],
         past: Past,
         mask: Causal,
         head: Any,
         rules: GreedyRules,
         rooms: Sequence[DraftRoom],
     ) -> tuple[list[Draft | None], Array, Array] | None:
-        """`forward_to_logits` of causal rows, and chains of the likeliest tokens behind them (`Ops.head_chains`)."""
+        """`forward_to_logits` of rows behind the caches, and drafts of the likeliest tokens (`Ops.head_drafts`)."""
         config = self.config
         if config.is_first:
             return None
-        ends, layers, spec = self._ends(head), self.layers, config.spec
-        return self.ops.head_chains(
-            features, token_ids, ends, layers, spec, positions, past, mask, config.norm_output, rules, rooms
-        )
+        ends, layers, spec, normed = self._ends(head), self.layers, config.spec, config.norm_output
+        ahead = self._ahead
+        return self.ops.head_drafts(features, token_ids, ends, layers, spec, past, mask, normed, rules, rooms, ahead)
+
+    @cached_property
+    def _ahead(self) -> Placeholder | None:
+        if self.config.kind != "peagle":
+            return None
+        return Placeholder(feature=self._placeholder, token_id=self.config.mask_token_id or 0)
 
     def _ends(self, head: Any) -> HeadEnds:
         """What stands around the layers; kept, since every pass of a chain asks for the same."""
