@@ -148,9 +148,11 @@ class Pass {
     // Norm and logits behind the last layer.
     void finish(Team& team, int rank) const {
         const Ends& ends = *around.ends;
+        mark(Phase::kHead);
         const Rows rows = norm(ends.final_norm, *ends.head, team, rank);
         if (rank == 0) std::memcpy(around.normed, space.normed, static_cast<std::size_t>(num_rows * sizes.hidden) * sizeof(float));
         if (around.logits != nullptr) linear(*ends.head, rows, nullptr, nullptr, around.logits, nullptr, team, rank);
+        mark(Phase::kOther);
     }
 
     Range my_rows(const Team& team, int rank) const { return split(num_rows, rank, team.size()); }

@@ -170,7 +170,8 @@ def sharpen(drafter: Any, sharpness: float) -> None:
 
 def check_same_memos(one: Any, other: Any) -> None:
     assert one.cache.length == other.cache.length
-    assert not one.waiting and not other.waiting
+    assert not one.waiting
+    assert not other.waiting
     for some, others in zip(one.last, other.last, strict=True):
         np.testing.assert_array_equal(some, others)
 

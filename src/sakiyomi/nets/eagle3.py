@@ -20,7 +20,18 @@ import numpy.typing as npt
 
 from sakiyomi.errors import CheckpointError
 from sakiyomi.nets.decoder import rope_frequencies
-from sakiyomi.ops.base import Causal, DraftRoom, GreedyRules, HeadEnds, LayerWeights, Mask, Ops, Past, Placeholder, StackSpec
+from sakiyomi.ops.base import (
+    Causal,
+    DraftRoom,
+    GreedyRules,
+    HeadEnds,
+    LayerWeights,
+    Mask,
+    Ops,
+    Past,
+    Placeholder,
+    StackSpec,
+)
 from sakiyomi.tree import Draft
 from sakiyomi.types import Array, DrafterFile, Lent, Tensor
 

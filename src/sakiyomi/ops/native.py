@@ -415,17 +415,14 @@ class NativeOps(Ops):
         logits = np.empty((len(lengths), ends.head.shape[0]), np.float32)
         num_positions = max(lengths) + len(features) + max(room.max_depth for room in rooms)
         table = self._rope_table(num_positions, spec.inv_freq, spec.rope_scale)
-        rows = features, _ints(token_ids), _end_fields(ends), table, keys, values, lengths, past.layer, list(mask.bounds)
-        room, last = _room_fields(rooms), (states, logits, self.threads)
+        caches, room = (keys, values, lengths, past.layer, list(mask.bounds)), _room_fields(rooms)
+        rows = features, _ints(token_ids), _end_fields(ends), table, *caches, feeds_normed
+        last = states, logits, self.threads
         if placeholder is None:
-            found = stack.draft_chains(
-                *(*rows, feeds_normed, rules.ids, rules.sharpness, rules.lowest, *room, *last),
-            )
+            found = stack.draft_chains(*rows, rules.ids, rules.sharpness, rules.lowest, *room, *last)
         else:
-            found = stack.draft_places(
-                *(*rows, feeds_normed, placeholder.feature[0], placeholder.token_id),
-                *(rules.ids, rules.sharpness, rules.width, rules.lowest, *room, *last),
-            )
+            ahead = placeholder.feature[0], placeholder.token_id, rules.ids, rules.sharpness, rules.width, rules.lowest
+            found = stack.draft_places(*rows, *ahead, *room, *last)
         return _drafts_of(found), logits, states
 
     # ---- Medusa heads, fused
