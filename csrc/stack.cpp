@@ -61,6 +61,12 @@ struct Ends {
     const PackedWeight* head;
 };
 
+// What makes a feature of the target's hidden states side by side: a norm for each of as many equal parts, then a matrix.
+struct Fuse {
+    std::vector<const float*> norms;
+    const PackedWeight* weight;
+};
+
 // Where a pass with ends reads and writes; without ends `read` may give what the first layer reads, or be null.
 struct Around {
     const float* read = nullptr;        // [rows, sizes.read]
@@ -364,23 +370,24 @@ class DecoderStack {
                 num_threads, around);
     }
 
-    // `run_head` of causal rows, at least one of each sequence, which stand at the positions behind the caches; and behind
-    // them greedy chains that grow a row at a time from the states fed back (the normed ones, if so wanted). The caches need
+    // `run_head` of causal rows, at least one of each sequence, which stand at the positions behind the caches, with features
+    // that `fuse` (norms, matrix) makes of the target's hidden states `taps` [R, A * Ht]; and behind them greedy chains that grow a row at a time from the states fed back (the normed ones, if so wanted). The caches need
     // room for the rows and max_depth - 1 more.
     // Gives for each chain what GreedyTree::give does, or None where logits are damaged; and of each sequence's last given
     // row the logits and the state that is fed back.
-    nb::list draft_chains(Matrix features, Ints ids, const nb::tuple& ends, Matrix table, const nb::list& keys,
+    nb::list draft_chains(Matrix taps, const nb::tuple& fuse, Ints ids, const nb::tuple& ends, Matrix table, const nb::list& keys,
                           const nb::list& values, const std::vector<std::int64_t>& lengths, std::int64_t first_layer,
                           const std::vector<std::int64_t>& bounds, bool feeds_normed, In<std::int64_t, nb::ndim<1>> vocabulary,
                           float sharpness, double lowest, const std::vector<std::int64_t>& max_depths,
                           const std::vector<std::int64_t>& max_nodes, const nb::list& end_ids,
                           Out<float, nb::ndim<2>> last_states, Out<float, nb::ndim<2>> last_logits, int num_threads) const {
-        const std::int64_t num_rows = static_cast<std::int64_t>(features.shape(0)), hidden = sizes_.hidden;
+        const std::int64_t num_rows = static_cast<std::int64_t>(taps.shape(0)), hidden = sizes_.hidden;
+        const Fuse fuse_it = read_fuse(fuse, taps);
         const Ends around_it = read_ends(ends, ids, num_rows);
         const std::int64_t num_ids = around_it.head->num_outputs;
         check_ids(vocabulary, num_ids, around_it.embedding->num_outputs);
         std::vector<GreedyTree> trees = start_trees(static_cast<std::int64_t>(lengths.size()), max_depths, max_nodes, end_ids);
-        const std::vector<std::int64_t> all_bounds = check_draft(features, table, lengths, bounds, trees, num_ids, last_states, last_logits);
+        const std::vector<std::int64_t> all_bounds = check_draft(num_rows, table, lengths, bounds, trees, num_ids, last_states, last_logits);
         const PendingRows pending(trees.size());
         RowPlan plan = RowPlan::trees(bounds, nullptr, num_rows, pending);
         Caches caches(keys, values, lengths, all_bounds, pending, sizes_.heads.num_kv_heads, sizes_.heads.head_dim);
@@ -390,7 +397,8 @@ class DecoderStack {
         {
             nb::gil_scoped_release released;
             const std::size_t width = static_cast<std::size_t>(hidden), size = static_cast<std::size_t>(num_rows);
-            std::vector<float> fed(trees.size() * width), normed(size * width), states(size * width);
+            std::vector<float> features(size * width), fed(trees.size() * width), normed(size * width), states(size * width);
+            make_features(fuse_it, taps.data(), num_rows, features.data(), wanted);
             std::vector<float> logits(size * static_cast<std::size_t>(num_ids));
             std::vector<std::int32_t> next_ids(trees.size()), next_positions = positions_behind(lengths, bounds);
             std::vector<std::int64_t> counts(trees.size()), next_bounds = bounds;
@@ -436,14 +444,16 @@ class DecoderStack {
     // As `draft_chains`, but in one pass: behind the rows of a sequence stand max_depth - 1 rows with the features
     // `placeholder` and the token `mask_id`, and each guesses one place further on (P-EAGLE). Nodes of one depth have the same
     // candidates, so trees of any width grow.
-    nb::list draft_places(Matrix features, Ints ids, const nb::tuple& ends, Matrix table, const nb::list& keys,
+    nb::list draft_places(Matrix taps, const nb::tuple& fuse, Ints ids, const nb::tuple& ends, Matrix table, const nb::list& keys,
                           const nb::list& values, const std::vector<std::int64_t>& lengths, std::int64_t first_layer,
                           const std::vector<std::int64_t>& bounds, bool feeds_normed, Vector placeholder, std::int32_t mask_id,
                           In<std::int64_t, nb::ndim<1>> vocabulary, float sharpness, std::int64_t width, double lowest,
                           const std::vector<std::int64_t>& max_depths, const std::vector<std::int64_t>& max_nodes,
                           const nb::list& end_ids, Out<float, nb::ndim<2>> last_states, Out<float, nb::ndim<2>> last_logits,
                           int num_threads) const {
-        const Ends around_it = read_ends(ends, ids, static_cast<std::int64_t>(features.shape(0)));
+        const Fuse fuse_it = read_fuse(fuse, taps);
+        const std::int64_t num_given = static_cast<std::int64_t>(taps.shape(0));
+        const Ends around_it = read_ends(ends, ids, num_given);
         const std::int64_t num_ids = around_it.head->num_outputs;
         const std::size_t hidden = static_cast<std::size_t>(sizes_.hidden), logits_width = static_cast<std::size_t>(num_ids);
         check_ids(vocabulary, num_ids, around_it.embedding->num_outputs);
@@ -451,7 +461,7 @@ class DecoderStack {
         check(mask_id >= 0 && mask_id < around_it.embedding->num_outputs, "the id of placeholders is out of range.");
         check(width > 0, "width must be positive.");
         std::vector<GreedyTree> trees = start_trees(static_cast<std::int64_t>(lengths.size()), max_depths, max_nodes, end_ids);
-        const std::vector<std::int64_t> all_bounds = check_draft(features, table, lengths, bounds, trees, num_ids, last_states, last_logits);
+        const std::vector<std::int64_t> all_bounds = check_draft(num_given, table, lengths, bounds, trees, num_ids, last_states, last_logits);
         const std::int64_t num_rows = all_bounds.back();
         const PendingRows pending(trees.size());
         const RowPlan plan = RowPlan::trees(all_bounds, nullptr, num_rows, pending);
@@ -462,7 +472,9 @@ class DecoderStack {
         {
             nb::gil_scoped_release released;
             const std::size_t size = static_cast<std::size_t>(num_rows);
-            std::vector<float> fed(size * hidden), normed(size * hidden), states(size * hidden), logits(size * logits_width);
+            std::vector<float> features(static_cast<std::size_t>(num_given) * hidden), fed(size * hidden), normed(size * hidden);
+            std::vector<float> states(size * hidden), logits(size * logits_width);
+            make_features(fuse_it, taps.data(), num_given, features.data(), wanted);
             std::vector<std::int32_t> all_ids(size, mask_id);
             const std::vector<std::int32_t> positions = positions_behind(lengths, all_bounds);
             std::vector<std::size_t> asked;  // rows behind which something is drafted
@@ -510,8 +522,45 @@ class DecoderStack {
         return around_it;
     }
 
+    Fuse read_fuse(const nb::tuple& fields, const Matrix& taps) const {
+        check_equal("the number of fields of fuse", static_cast<std::int64_t>(fields.size()), 2);
+        Fuse fuse{{}, nb::cast<const PackedWeight*>(fields[1])};
+        const std::int64_t width = fuse.weight->num_inputs;
+        check_equal("the width of taps", static_cast<std::int64_t>(taps.shape(1)), width);
+        check_equal("the outputs of fuse", fuse.weight->num_outputs, sizes_.hidden);
+        const nb::tuple norms = nb::cast<nb::tuple>(fields[0]);
+        check(norms.size() == 0 || width % static_cast<std::int64_t>(norms.size()) == 0, "each norm must read an equal part.");
+        for (nb::handle norm : norms)
+            fuse.norms.push_back(vector(norm, "a norm in front of fuse", width / static_cast<std::int64_t>(norms.size()), false));
+        return fuse;
+    }
+
+    void make_features(const Fuse& fuse, const float* taps, std::int64_t num_rows, float* features, int num_threads) const {
+        const Kernels& kernel = kernels();
+        const PackedWeight& weight = *fuse.weight;
+        const std::int64_t width = weight.num_inputs, part = width / std::max<std::int64_t>(static_cast<std::int64_t>(fuse.norms.size()), 1);
+        const std::int64_t float_bytes = (num_rows * width * 4 + 63) / 64 * 64;
+        Pool::Lease lease(threads_for(num_threads, num_rows * width * sizes_.hidden / 8));
+        std::byte* scratch = lease.scratch(static_cast<std::size_t>(float_bytes + (weight.is_quantized() ? QuantizedRows::num_bytes(width, num_rows) : 0)));
+        float* normed = reinterpret_cast<float*>(scratch);
+        const float* rows = fuse.norms.empty() ? taps : normed;
+        const QuantizedRows quantized{reinterpret_cast<std::uint8_t*>(scratch + float_bytes), width, num_rows};
+        const void* inputs = weight.is_quantized() ? static_cast<const void*>(quantized.bytes) : rows;
+        const LinearJob job = linear_job(weight, inputs, width * 4, num_rows, nullptr, nullptr, features, sizes_.hidden);
+        lease.run([&](Team& team, int rank) {
+            team.share(rank, num_rows, [&](std::int64_t row) {
+                for (std::size_t i = 0; i < fuse.norms.size(); ++i) {
+                    const std::int64_t at = row * width + static_cast<std::int64_t>(i) * part;
+                    kernel.rms_norm(taps + at, fuse.norms[i], eps_, part, normed + at);
+                }
+                if (weight.is_quantized()) quantized.write(kernel, row, rows + row * width, 0, width);
+            });
+            team.share(rank, num_shares(weight.num_blocks()), [&](std::int64_t share) { run_share(kernel, weight, job, share); });
+        });
+    }
+
     // What drafting needs beside the ends; gives the bounds of the rows that stand behind the caches in the end.
-    std::vector<std::int64_t> check_draft(const Matrix& features, const Matrix& table, const std::vector<std::int64_t>& lengths,
+    std::vector<std::int64_t> check_draft(std::int64_t num_rows, const Matrix& table, const std::vector<std::int64_t>& lengths,
                                           const std::vector<std::int64_t>& bounds, const std::vector<GreedyTree>& trees,
                                           std::int64_t num_ids, const Out<float, nb::ndim<2>>& last_states,
                                           const Out<float, nb::ndim<2>>& last_logits) const {
@@ -520,10 +569,9 @@ class DecoderStack {
             check_equal("the number of last rows", static_cast<std::int64_t>(last->shape(0)), num_sequences);
         check_equal("the width of last_states", static_cast<std::int64_t>(last_states.shape(1)), sizes_.hidden);
         check_equal("the width of last_logits", static_cast<std::int64_t>(last_logits.shape(1)), num_ids);
-        check_equal("the width of x", static_cast<std::int64_t>(features.shape(1)), sizes_.hidden);
         check_equal("the width of the table", static_cast<std::int64_t>(table.shape(1)), sizes_.heads.head_dim);
         check_equal("the number of bounds", static_cast<std::int64_t>(bounds.size()), num_sequences + 1);
-        check(bounds.front() == 0 && bounds.back() == static_cast<std::int64_t>(features.shape(0)), "bounds must run from 0 to R.");
+        check(bounds.front() == 0 && bounds.back() == num_rows, "bounds must run from 0 to R.");
         std::vector<std::int64_t> all_bounds{0};
         for (std::size_t s = 0; s < trees.size(); ++s) {
             check(bounds[s] < bounds[s + 1], "a draft needs a row to begin with.");
@@ -715,11 +763,11 @@ void bind_stack(nanobind::module_& m) {
              arg("positions").noconvert(), arg("table").noconvert(), arg("keys"), arg("values"), arg("lengths"), arg("pending"),
              arg("layer"), arg("bounds"), arg("parents").noconvert().none(), arg("normed").noconvert(), arg("out").noconvert(),
              arg("logits").noconvert().none(), arg("threads"))
-        .def("draft_chains", &DecoderStack::draft_chains, arg("features").noconvert(), arg("ids").noconvert(), arg("ends"),
+        .def("draft_chains", &DecoderStack::draft_chains, arg("taps").noconvert(), arg("fuse"), arg("ids").noconvert(), arg("ends"),
              arg("table").noconvert(), arg("keys"), arg("values"), arg("lengths"), arg("layer"), arg("bounds"),
              arg("feeds_normed"), arg("vocabulary").noconvert(), arg("sharpness"), arg("lowest"), arg("max_depths"),
              arg("max_nodes"), arg("end_ids"), arg("last_states").noconvert(), arg("last_logits").noconvert(), arg("threads"))
-        .def("draft_places", &DecoderStack::draft_places, arg("features").noconvert(), arg("ids").noconvert(), arg("ends"),
+        .def("draft_places", &DecoderStack::draft_places, arg("taps").noconvert(), arg("fuse"), arg("ids").noconvert(), arg("ends"),
              arg("table").noconvert(), arg("keys"), arg("values"), arg("lengths"), arg("layer"), arg("bounds"),
              arg("feeds_normed"), arg("placeholder").noconvert(), arg("mask_id"), arg("vocabulary").noconvert(),
              arg("sharpness"), arg("width"), arg("lowest"), arg("max_depths"), arg("max_nodes"), arg("end_ids"),

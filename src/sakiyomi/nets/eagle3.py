@@ -23,6 +23,7 @@ from sakiyomi.nets.decoder import rope_frequencies
 from sakiyomi.ops.base import (
     Causal,
     DraftRoom,
+    FuseWeights,
     GreedyRules,
     HeadEnds,
     LayerWeights,
@@ -187,16 +188,15 @@ class EagleHead:
         if config.is_first:
             assert self._final_norm is not None, "EAGLE-1 reads the state behind the target's final norm"
             return ops.rms_norm(taps, *self._final_norm)
-        if config.fc_norm:
-            width = config.target_hidden_size
-            parts = [taps[:, i * width : (i + 1) * width] for i in range(config.num_taps)]
-            normed = [
-                ops.rms_norm(part, self.weights[f"fc_norm.{i}.weight"], config.eps) for i, part in enumerate(parts)
-            ]
-            taps = ops.concat(normed)
-        elif config.norm_before_fc:
-            taps = ops.rms_norm(taps, self.weights["input_norm.weight"], config.eps)
-        return ops.linear(taps, self.weights["fc.weight"])
+        return ops.fuse(taps, self._fuse)
+
+    @cached_property
+    def _fuse(self) -> FuseWeights:
+        config, weights = self.config, self.weights
+        norms = tuple(weights[f"fc_norm.{i}.weight"] for i in range(config.num_taps)) if config.fc_norm else ()
+        if config.norm_before_fc and not config.fc_norm:
+            norms = (weights["input_norm.weight"],)
+        return FuseWeights(norms=norms, matrix=weights["fc.weight"], eps=config.eps)
 
     def placeholders(self, num_rows: int) -> Array:
         """Features [num_rows, H] of P-EAGLE's rows whose inputs are not known yet."""
@@ -264,20 +264,20 @@ class EagleHead:
     def draft(
         self,
         token_ids: npt.NDArray[np.int32],
-        features: Array,
+        taps: Array,
         past: Past,
         mask: Causal,
         head: Any,
         rules: GreedyRules,
         rooms: Sequence[DraftRoom],
     ) -> tuple[list[Draft | None], Array, Array] | None:
-        """`forward_to_logits` of rows behind the caches, and drafts of the likeliest tokens (`Ops.head_drafts`)."""
+        """`fuse` and a pass of rows behind the caches, and drafts of the likeliest tokens (`Ops.head_drafts`)."""
         config = self.config
         if config.is_first:
             return None
         ends, layers, spec, normed = self._ends(head), self.layers, config.spec, config.norm_output
-        ahead = self._ahead
-        return self.ops.head_drafts(features, token_ids, ends, layers, spec, past, mask, normed, rules, rooms, ahead)
+        fuse, ahead = self._fuse, self._ahead
+        return self.ops.head_drafts(taps, fuse, token_ids, ends, layers, spec, past, mask, normed, rules, rooms, ahead)
 
     @cached_property
     def _ahead(self) -> Placeholder | None:

@@ -217,6 +217,21 @@ class HeadEnds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FuseWeights:
+    """What makes a feature of an EAGLE head from the target's hidden states side by side [R, A * Ht].
+
+    Attributes:
+        norms: one for each of as many equal parts; none leaves the states as they are.
+        matrix: [H, A * Ht].
+        eps: of the norms.
+    """
+
+    norms: tuple[Array, ...]
+    matrix: Weight
+    eps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Placeholder:
     """The inputs of P-EAGLE's rows whose own are not known yet (nets/eagle3.py).
 
@@ -424,6 +439,15 @@ class Ops(ABC):
 
     # ---- a pass of an EAGLE head, composed
 
+    def fuse(self, taps: Array, weights: FuseWeights) -> Array:
+        """Features [R, H] of the target's hidden states side by side [R, A * Ht]."""
+        norms, eps = weights.norms, weights.eps
+        if norms:
+            width = taps.shape[1] // len(norms)
+            parts = [taps[:, i * width : (i + 1) * width] for i in range(len(norms))]
+            taps = self.concat([self.rms_norm(part, norm, eps) for part, norm in zip(parts, norms, strict=True)])
+        return self.linear(taps, weights.matrix)
+
     def head_pass(
         self,
         features: Array,
@@ -450,7 +474,8 @@ class Ops(ABC):
 
     def head_drafts(
         self,
-        features: Array,
+        taps: Array,
+        fuse: FuseWeights,
         token_ids: npt.NDArray[np.int32],
         ends: HeadEnds,
         layers: Sequence[LayerWeights],
@@ -465,6 +490,7 @@ class Ops(ABC):
         """A `head_pass` of rows that stand behind the caches, and drafts of the most probable tokens behind them.
 
         Args:
+            taps: the target's hidden states side by side [R, A * Ht], of which `fuse` makes the features.
             past: caches with room for the rows and for max_depth - 1 more each.
             mask: bounds of B sequences, each with a row at least.
             feeds_normed: what is fed back is the normed state.

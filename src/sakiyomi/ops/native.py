@@ -22,6 +22,7 @@ from sakiyomi.ops.base import (
     Causal,
     Dense,
     DraftRoom,
+    FuseWeights,
     GreedyRules,
     HeadEnds,
     LayerWeights,
@@ -397,7 +398,8 @@ class NativeOps(Ops):
 
     def head_drafts(
         self,
-        features: Floats,
+        taps: Floats,
+        fuse: FuseWeights,
         token_ids: npt.NDArray[np.int32],
         ends: HeadEnds,
         layers: Sequence[LayerWeights],
@@ -409,14 +411,15 @@ class NativeOps(Ops):
         rooms: Sequence[DraftRoom],
         placeholder: Placeholder | None = None,
     ) -> tuple[list[Draft | None], Floats, Floats] | None:
-        features, stack = _floats(features), self._stack(layers, spec)
+        stack = self._stack(layers, spec)
         keys, values, lengths, _ = _caches(past)
-        states = np.empty((len(lengths), features.shape[1]), np.float32)
+        states = np.empty((len(lengths), ends.embedding.shape[1]), np.float32)
         logits = np.empty((len(lengths), ends.head.shape[0]), np.float32)
-        num_positions = max(lengths) + len(features) + max(room.max_depth for room in rooms)
+        num_positions = max(lengths) + len(taps) + max(room.max_depth for room in rooms)
         table = self._rope_table(num_positions, spec.inv_freq, spec.rope_scale)
         caches, room = (keys, values, lengths, past.layer, list(mask.bounds)), _room_fields(rooms)
-        rows = features, _ints(token_ids), _end_fields(ends), table, *caches, feeds_normed
+        fused = _floats(taps), (fuse.norms, fuse.matrix)
+        rows = *fused, _ints(token_ids), _end_fields(ends), table, *caches, feeds_normed
         last = states, logits, self.threads
         if placeholder is None:
             found = stack.draft_chains(*rows, rules.ids, rules.sharpness, rules.lowest, *room, *last)
