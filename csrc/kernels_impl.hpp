@@ -55,13 +55,16 @@ inline __attribute__((always_inline)) void dot_group(const uint8_t* weights, int
     if (STORAGE == Storage::kNibbles) {
 #pragma GCC unroll 4
         for (int k = 0; k < 4; ++k) {
-            for (int b = 0; b < BLOCKS; ++b) w[b] = load_high(weights + b * block_bytes + k * 4 * kLanes);
+            for (int b = 0; b < BLOCKS; ++b) {
+                const uint8_t* four = weights + b * block_bytes + k * 4 * kLanes;
+                w[b] = ROWS < kShiftedRows ? load_high(four) : load_shifted(four);
+            }
             for (int r = 0; r < ROWS; ++r) {
                 const Aq a = load_inputs(values + r * kGroup + (k + 4) * 4);
                 for (int b = 0; b < BLOCKS; ++b) sums[r][b] = dot4(sums[r][b], w[b], a);
             }
         }
-        for (int r = 0; r < ROWS; ++r)
+        for (int r = 0; r < ROWS && ROWS < kShiftedRows; ++r)
             for (int b = 0; b < BLOCKS; ++b) sums[r][b] = shift_high(sums[r][b]);
 #pragma GCC unroll 4
         for (int k = 0; k < 4; ++k) {
@@ -277,35 +280,52 @@ void linear_dense(const LinearJob* job, int64_t first_block, int64_t last_block)
 // ---------------------------------------------------------------------------------------------- rows
 
 // Symmetric 8-bit values in groups of 32: scale = largest magnitude / 127.
+void quantize_group(const float* x, uint8_t* out, int64_t row, int64_t num_rows) {
+    const Vf x0 = load(x), x1 = load(x + kLanes);
+    const float largest = reduce_max(max(abs(x0), abs(x1)));
+    const bool is_zero = largest < 1e-30f;  // below this 127 / largest could overflow
+    const float scale = is_zero ? 0.0f : largest / 127.0f, inverse = is_zero ? 0.0f : 127.0f / largest;
+    const Vi v0 = round_to_int(mul(x0, set1(inverse))), v1 = round_to_int(mul(x1, set1(inverse)));
+    int8_t* values = reinterpret_cast<int8_t*>(out) + row * kGroup;
+    store_int8(values, v0);
+    store_int8(values + kLanes, v1);
+    float* scales = reinterpret_cast<float*>(out + num_rows * kGroup) + row;
+    scales[0] = scale;
+    scales[num_rows] = scale * static_cast<float>(reduce_add(add(v0, v1)));
+}
+
 void quantize(const float* x, int64_t num_groups, uint8_t* out, int64_t row, int64_t num_rows) {
     const int64_t step = input_group_bytes(num_rows);
-    for (int64_t group = 0; group < num_groups; ++group, x += kGroup, out += step) {
-        const Vf x0 = load(x), x1 = load(x + kLanes);
-        const float largest = reduce_max(max(abs(x0), abs(x1)));
-        const bool is_zero = largest < 1e-30f;  // below this 127 / largest could overflow
-        const float scale = is_zero ? 0.0f : largest / 127.0f, inverse = is_zero ? 0.0f : 127.0f / largest;
-        const Vi v0 = round_to_int(mul(x0, set1(inverse))), v1 = round_to_int(mul(x1, set1(inverse)));
-        int8_t* values = reinterpret_cast<int8_t*>(out) + row * kGroup;
-        store_int8(values, v0);
-        store_int8(values + kLanes, v1);
-        float* scales = reinterpret_cast<float*>(out + num_rows * kGroup) + row;
-        scales[0] = scale;
-        scales[num_rows] = scale * static_cast<float>(reduce_add(add(v0, v1)));
+    int64_t group = 0;
+#ifdef SAKIYOMI_HAS_FOUR_GROUPS
+    for (; group < num_groups; group += 4) {
+        const float* numbers[4];
+        int8_t* values[4];
+        float* scales[4];
+        for (int i = 0; i < 4; ++i) {
+            const int64_t at = min_of(group + i, num_groups - 1);  // the last one again, where four are not left
+            uint8_t* record = out + at * step;
+            numbers[i] = x + at * kGroup;
+            values[i] = reinterpret_cast<int8_t*>(record) + row * kGroup;
+            scales[i] = reinterpret_cast<float*>(record + num_rows * kGroup) + row;
+        }
+        quantize_four(numbers, values, scales, num_rows);
     }
+#endif
+    for (; group < num_groups; ++group) quantize_group(x + group * kGroup, out + group * step, row, num_rows);
 }
 
 void rms_norm(const float* x, const float* weight, float eps, int64_t width, float* out) {
     const int64_t whole = width - width % kLanes, tail = width - whole;
-    Vf squares = set1(0.0f);
-    for (int64_t i = 0; i < whole; i += kLanes) {
-        const Vf v = load(x + i);
-        squares = fma(v, v, squares);
-    }
-    if (tail) {
-        const Vf v = load_tail(x + whole, tail);
-        squares = fma(v, v, squares);
-    }
-    const float mean = reduce_add(squares) / static_cast<float>(width);
+    Vf squares[4];
+    for (Vf& sum : squares) sum = set1(0.0f);
+    const auto see = [](Vf v, Vf& sum) { sum = fma(v, v, sum); };
+    int64_t at = 0;
+    for (; at + 4 * kLanes <= whole; at += 4 * kLanes)
+        for (int i = 0; i < 4; ++i) see(load(x + at + i * kLanes), squares[i]);
+    for (; at < whole; at += kLanes) see(load(x + at), squares[0]);
+    if (tail) see(load_tail(x + whole, tail), squares[1]);
+    const float mean = reduce_add(add(add(squares[0], squares[1]), add(squares[2], squares[3]))) / static_cast<float>(width);
     const Vf inverse = set1(1.0f / sqrt_scalar(mean + eps));
     for (int64_t i = 0; i < whole; i += kLanes) store(out + i, mul(mul(load(x + i), inverse), load(weight + i)));
     if (tail) {
@@ -358,7 +378,7 @@ inline Vf exp_clamped(Vf x) {
     return scale_by_power(y, n);
 }
 
-inline Vf silu(Vf x) { return div(x, add(set1(1.0f), exp_clamped(sub(set1(0.0f), x)))); }
+inline Vf silu(Vf x) { return div_nearly(x, add(set1(1.0f), exp_clamped(sub(set1(0.0f), x)))); }
 
 void silu_mul(const float* gate, const float* up, int64_t count, float* out) {
     const int64_t whole = count - count % kLanes, tail = count - whole;
@@ -384,6 +404,10 @@ int64_t argmax(const float* x, int64_t count) {
     for (int64_t i = 0; i < count; ++i)
         if (x[i] == largest) return i;
     return 0;
+}
+
+void scan_lanes(const float* x, int64_t count, float* maxima) {
+    for (int64_t i = 0; i < count; ++i) maxima[i] = reduce_max(load(x + i * kLanes));
 }
 
 // ---------------------------------------------------------------------------------------------- attention
@@ -527,7 +551,7 @@ void attend_heads(const AttendJob& job) {
         state.queries = vectors + r * HEADS * 2 * padded;
         state.sums = state.queries + HEADS * padded;
         for (int h = 0; h < HEADS; ++h) {
-            copy_row(job.rows[r].queries + h * dim, dim, state.queries + h * padded);
+            copy_row(static_cast<const float*>(job.rows[r].queries) + h * dim, dim, state.queries + h * padded);
             for (int64_t i = 0; i < padded; i += kLanes) store(state.sums + h * padded + i, set1(0.0f));
             state.largest[h] = -__builtin_inff();
             state.total[h] = 0.0f;
@@ -623,6 +647,6 @@ void finish_attention(const float* state, int64_t head_dim, float* out) {
 #define SAKIYOMI_KERNELS(name, attend_setup, linear_quantized)                                                     \
     {                                                                                                              \
         name, attend_setup, linear_quantized, linear_dense, quantize, rms_norm, rope, from_half, quantize_run,      \
-            attend_bytes, attend_float, join_part, finish_attention, silu_mul, add_rows, argmax, scan_blocks,      \
+            round_query, attend_bytes, attend_float, join_part, finish_attention, silu_mul, add_rows, argmax, scan_lanes, scan_blocks,      \
             find_in_block, weigh_block, sum_blocks, guess_block, guess_total, draw_block, bound_block                             \
     }

@@ -48,6 +48,8 @@ struct Sizes {
 enum {
     kMaxRepeatedRows = 8,
     kFetchBytes = 1280,  // of each block of the next matrix
+    kMostFetched = 24576,  // bytes of rows; half of a first cache
+    kGateColumns = 2 * kShareBlocks * kLanes,  // gate and up of a share
 };
 
 // What stands around the stack of a drafter's head: in front of it the token's embedding beside the state that is fed, each
@@ -86,9 +88,11 @@ struct Workspace {
     float* attended;
     std::uint8_t* attended_inputs;
     float* gate_up;
+    float* gate_sums;      // [threads, rows, kGateColumns]
     std::uint8_t* inner_inputs;
 
-    static std::size_t layout(const Sizes& sizes, std::int64_t rows, std::int64_t copies, std::byte* base, Workspace* out) {
+    static std::size_t layout(const Sizes& sizes, std::int64_t rows, std::int64_t copies, std::int64_t threads, std::byte* base,
+                              Workspace* out) {
         std::size_t used = 0;
         const auto take = [&](std::int64_t bytes) {
             std::byte* place = base == nullptr ? nullptr : base + used;
@@ -104,6 +108,7 @@ struct Workspace {
         space.attended = static_cast<float*>(take(rows * sizes.attended_width() * 4));
         space.attended_inputs = static_cast<std::uint8_t*>(take(QuantizedRows::num_bytes(sizes.attended_width(), rows)));
         space.gate_up = static_cast<float*>(take(rows * 2 * sizes.inner * 4));
+        space.gate_sums = static_cast<float*>(take(threads * rows * kGateColumns * 4));
         space.inner_inputs = static_cast<std::uint8_t*>(take(QuantizedRows::num_bytes(sizes.inner, rows)));
         if (out != nullptr) *out = space;
         return used;
@@ -178,8 +183,20 @@ class Pass {
             for (int byte = 0; byte < kFetchBytes; byte += 64) __builtin_prefetch(start + b * next->block_bytes() + byte);
     }
 
+    // Ask for the rows of a phase that other threads have written, all at once: each line comes from another core's cache,
+    // which a product would ask for one group after another.
+    static void fetch_rows(const void* rows, std::int64_t num_bytes, const Team& team) {
+        if (team.size() == 1 || num_bytes > kMostFetched) return;
+        for (std::int64_t byte = 0; byte < num_bytes; byte += 64) __builtin_prefetch(static_cast<const std::byte*>(rows) + byte);
+    }
+
+    void fetch_inputs(const PackedWeight& weight, Rows rows, const Team& team) const {
+        if (weight.is_quantized()) fetch_rows(rows.data, QuantizedRows::num_bytes(weight.num_inputs, num_rows), team);
+    }
+
     void linear(const PackedWeight& weight, Rows rows, const float* bias, const float* residual, float* out,
                 const PackedWeight* next, Team& team, int rank) const {
+        fetch_inputs(weight, rows, team);
         const LinearJob job = linear_job(weight, rows.data, rows.stride, num_rows, bias, residual, out, weight.num_outputs);
         team.share_then(
             rank, num_shares(weight.num_blocks()), [&](std::int64_t item) { run_share(kernels, weight, job, item); },
@@ -198,6 +215,7 @@ class Pass {
             kernels.rms_norm(x + row * sizes.hidden, weight, eps, sizes.hidden, out);
             if (next.is_quantized()) quantized.write(kernels, row, out, 0, sizes.hidden);
         };
+        if (is_repeated) fetch_rows(x, num_rows * sizes.hidden * 4, team);
         if (is_repeated)
             for (std::int64_t row = 0; row < num_rows; ++row) norm_row(row);
         else
@@ -262,7 +280,10 @@ class Pass {
             const float* angles = table + positions[row] * dim;
             kernels.rope(head, angles, angles + dim / 2, dim / 2, head);
         }
-        if (is_query) return;
+        if (is_query) {
+            if (attention.is_bytes) attention.round_query(row, slot);
+            return;
+        }
         const RowView& view = plan.rows[static_cast<std::size_t>(row)];
         const KeyRows& cache = views[view.sequence];
         const std::int64_t kv_head = (slot - heads.num_heads) % heads.num_kv_heads;
@@ -290,33 +311,46 @@ class Pass {
         return {space.attended, width * 4};
     }
 
-    // silu(gate) * up, written over the gate. Where the width allows, each thread gates the columns that it computed.
+    // silu(gate) * up. Where the width allows, whoever computes columns of both gates them at once, in memory of its own:
+    // rows of the whole lie a multiple of 4 KB apart, so that few sets of a cache would hold them.
     Rows gate(const Layer& layer, Rows normed, Team& team, int rank) const {
         const std::int64_t inner = sizes.inner, blocks = inner / kLanes;
         const QuantizedRows quantized{space.inner_inputs, inner, num_rows};
-        const auto gate_columns = [&](std::int64_t row, std::int64_t begin, std::int64_t end) {
-            float* gate = space.gate_up + row * 2 * inner;
-            kernels.silu_mul(gate + begin, gate + inner + begin, end - begin, gate + begin);
-            if (layer.down->is_quantized()) quantized.write(kernels, row, gate, begin, end);
-        };
+        const bool quantize = layer.down->is_quantized();
         if (inner % kGroup == 0) {
-            const LinearJob job = linear_job(*layer.gate_up, normed.data, normed.stride, num_rows, nullptr, nullptr,
-                                             space.gate_up, 2 * inner);
+            LinearJob job = linear_job(*layer.gate_up, normed.data, normed.stride, num_rows, nullptr, nullptr, nullptr, kGateColumns);
+            float* sums = space.gate_sums + rank * num_rows * kGateColumns;
             team.share_then(
                 rank, num_shares(blocks),
                 [&](std::int64_t item) {
                     const std::int64_t begin = item * kShareBlocks;
                     const std::int64_t end = begin + kShareBlocks < blocks ? begin + kShareBlocks : blocks;
-                    run_linear(kernels, *layer.gate_up, job, begin, end);
-                    run_linear(kernels, *layer.gate_up, job, blocks + begin, blocks + end);
-                    for (std::int64_t row = 0; row < num_rows; ++row) gate_columns(row, begin * kLanes, end * kLanes);
+                    const std::int64_t width = (end - begin) * kLanes;
+                    for (int half = 0; half < 2; ++half) {
+                        job.weights = layer.gate_up->bytes.get() + (half * blocks + begin) * job.block_bytes;
+                        job.num_outputs = layer.gate_up->num_outputs - (half * blocks + begin) * kLanes;
+                        job.outputs = sums + half * kGateColumns / 2;
+                        run_linear(kernels, *layer.gate_up, job, 0, end - begin);
+                    }
+                    for (std::int64_t row = 0; row < num_rows; ++row) {
+                        float* gate = sums + row * kGateColumns;
+                        kernels.silu_mul(gate, gate + kGateColumns / 2, width, gate);
+                        if (quantize)
+                            quantized.write_columns(kernels, row, gate, begin * kLanes, end * kLanes);
+                        else
+                            std::memcpy(space.gate_up + row * 2 * inner + begin * kLanes, gate, static_cast<std::size_t>(width) * sizeof(float));
+                    }
                 },
                 [&] { fetch(layer.down, team, rank); });
         } else {
             linear(*layer.gate_up, normed, nullptr, nullptr, space.gate_up, nullptr, team, rank);
-            team.share(rank, num_rows, [&](std::int64_t row) { gate_columns(row, 0, inner); });
+            team.share(rank, num_rows, [&](std::int64_t row) {
+                float* gate = space.gate_up + row * 2 * inner;
+                kernels.silu_mul(gate, gate + inner, inner, gate);
+                if (quantize) quantized.write(kernels, row, gate, 0, inner);
+            });
         }
-        if (layer.down->is_quantized()) return {quantized.bytes, 0};
+        if (quantize) return {quantized.bytes, 0};
         return {space.gate_up, 2 * inner * 4};
     }
 };
@@ -640,12 +674,13 @@ class DecoderStack {
                             static_cast<float>(1.0 / std::sqrt(static_cast<double>(dim))), nullptr, sizes_.qkv_width(),
                             nullptr, sizes_.attended_width()};
         attention.choose_items(team_size, caches.lengths());
-        const std::size_t work = Workspace::layout(sizes_, num_rows, copies, nullptr, nullptr);
-        std::byte* scratch = lease.scratch(work + static_cast<std::size_t>(attention.parts_bytes()));
-        Workspace::layout(sizes_, num_rows, copies, scratch, &space);
+        const std::size_t work = Workspace::layout(sizes_, num_rows, copies, team_size, nullptr, nullptr);
+        std::byte* scratch = lease.scratch(work + static_cast<std::size_t>(attention.rounded_bytes() + attention.parts_bytes()));
+        Workspace::layout(sizes_, num_rows, copies, team_size, scratch, &space);
         attention.queries = space.qkv;
         attention.outputs = space.attended;
-        attention.parts = reinterpret_cast<float*>(scratch + work);
+        attention.rounded = reinterpret_cast<std::uint8_t*>(scratch + work);
+        attention.parts = reinterpret_cast<float*>(scratch + work + attention.rounded_bytes());
         std::vector<KeyRows> views(caches.size() * static_cast<std::size_t>(team_size));
         if (around.ends != nullptr && around.ends->norm_before_residual)
             for (std::int64_t row = 0; row < num_rows; ++row)
