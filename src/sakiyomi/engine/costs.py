@@ -16,12 +16,11 @@ WINDOW = 9
 """Times of one kind that count: their median ignores four disturbed ones."""
 
 FIRST_REFRESH, LAST_REFRESH = 16, 128
-"""Curves are computed anew behind every record up to the first number, then at its doublings, and every so many records.
-
-Doing so takes a fifth of a step."""
+"""Curves are computed anew behind every record up to the first number, then at doublings, then every so many records:
+doing so takes a fifth of a step."""
 
 NEAR = 0.12
-"""Width, in logarithms of rows, within which one number of rows tells something of another beside what all have in common."""
+"""Width, in logarithms of rows, within which a number of rows tells more of another than what all have in common."""
 
 LOCAL_WEIGHT = 3.0
 """Times that must speak for it before a case of its own differs from what all cases have in common."""
@@ -63,7 +62,8 @@ class PassCosts:
             ratios = self._ratios[key] = deque(maxlen=WINDOW)
         ratios.append(seconds / prior_cost(num_rows, context))
         self._num_records += 1
-        if self._num_records < FIRST_REFRESH or self._num_records % min(LAST_REFRESH, 1 << self._num_records.bit_length() - 1) == 0:
+        period = 1 if self._num_records < FIRST_REFRESH else 1 << self._num_records.bit_length() - 1
+        if self._num_records % min(period, LAST_REFRESH) == 0:
             self._curves.clear()
 
     def curve(self, context: float, max_rows: int) -> Seq[float]:
