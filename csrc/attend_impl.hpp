@@ -245,7 +245,6 @@ inline void sum_bytes(const Seen& seen, const uint8_t* const* values, int64_t of
 #pragma GCC unroll 8
         for (int k = 0; k < 8; ++k) {
             ahead.fetch();
-            ahead.fetch();
             Wq w[PARTS];
             for (int p = 0; p < PARTS; ++p) w[p] = load_weights(block + p * kKeyBlock * kLanes + k * 64);
             for (int h = 0; h < HEADS; ++h)
@@ -266,8 +265,8 @@ template <int HEADS>
 inline void sum_heads(const Seen& seen, const uint8_t* const* values, int64_t dim, const ByteWeights* weights, float* part,
                       Fetcher& ahead) {
     int64_t offset = 0;
-    for (; offset + 4 * kLanes <= dim; offset += 4 * kLanes)
-        sum_bytes<HEADS, 4>(seen, values, offset, weights, part, part_floats(dim), ahead);
+    for (; offset + 2 * kLanes <= dim; offset += 2 * kLanes)  // four vectors at once have fewer loads and are slower
+        sum_bytes<HEADS, 2>(seen, values, offset, weights, part, part_floats(dim), ahead);
     for (; offset < dim; offset += kLanes) sum_bytes<HEADS, 1>(seen, values, offset, weights, part, part_floats(dim), ahead);
 }
 

@@ -378,7 +378,7 @@ inline Vf exp_clamped(Vf x) {
     return scale_by_power(y, n);
 }
 
-inline Vf silu(Vf x) { return div_nearly(x, add(set1(1.0f), exp_clamped(sub(set1(0.0f), x)))); }
+inline Vf silu(Vf x) { return div(x, add(set1(1.0f), exp_clamped(sub(set1(0.0f), x)))); }
 
 void silu_mul(const float* gate, const float* up, int64_t count, float* out) {
     const int64_t whole = count - count % kLanes, tail = count - whole;

@@ -83,7 +83,6 @@ inline Vf div(Vf a, Vf b) {
     a.v3 = vdivq_f32(a.v3, b.v3);
     return a;
 }
-inline Vf div_nearly(Vf a, Vf b) { return div(a, b); }
 inline Vf fma(Vf a, Vf b, Vf c) {
     c.v0 = vfmaq_f32(c.v0, a.v0, b.v0);
     c.v1 = vfmaq_f32(c.v1, a.v1, b.v1);

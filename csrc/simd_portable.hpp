@@ -66,7 +66,6 @@ inline Vf div(Vf a, Vf b) {
     LANES a.v[i] /= b.v[i];
     return a;
 }
-inline Vf div_nearly(Vf a, Vf b) { return div(a, b); }
 // One rounding where the machine has an instruction for it. Two elsewhere: a path promises equality with itself only.
 inline Vf fma(Vf a, Vf b, Vf c) {
 #if defined(__FP_FAST_FMAF) || defined(__aarch64__)
