@@ -65,6 +65,7 @@ inline float reduce_add(Vf a) {
     const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
+inline float first_lane(Vf a) { return _mm256_cvtss_f32(a.lo); }
 inline float reduce_max(Vf a) {
     const __m256 eight = _mm256_max_ps(a.lo, a.hi);
     const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));

@@ -41,6 +41,7 @@ inline float reduce_add(Vf a) {
     const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
+inline float first_lane(Vf a) { return _mm512_cvtss_f32(a); }
 inline float reduce_max(Vf a) { return _mm512_reduce_max_ps(a); }
 
 // Sums within each quarter of four rows: lanes 4q + j hold the sum of quarter q of row j.

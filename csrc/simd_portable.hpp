@@ -93,6 +93,7 @@ inline float reduce_add(Vf a) {
         for (int i = 0; i < width; ++i) a.v[i] += a.v[i + width];
     return a.v[0];
 }
+inline float first_lane(Vf a) { return a.v[0]; }
 inline float reduce_max(Vf a) {
     for (int width = 8; width > 0; width /= 2)
         for (int i = 0; i < width; ++i) a.v[i] = a.v[i] > a.v[i + width] ? a.v[i] : a.v[i + width];
