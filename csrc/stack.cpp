@@ -62,6 +62,12 @@ struct Ends {
     const PackedWeight* head;
 };
 
+// What makes a feature of the target's hidden states side by side: a norm for each of as many equal parts, then a matrix.
+struct Fuse {
+    std::vector<const float*> norms;
+    const PackedWeight* weight;
+};
+
 // Where a pass with ends reads and writes; without ends `read` may give what the first layer reads, or be null.
 struct Around {
     const float* read = nullptr;        // [rows, sizes.read]
@@ -152,9 +158,11 @@ class Pass {
     // Norm and logits behind the last layer.
     void finish(Team& team, int rank) const {
         const Ends& ends = *around.ends;
+        mark(Phase::kHead);
         const Rows rows = norm(ends.final_norm, *ends.head, team, rank);
         if (rank == 0) std::memcpy(around.normed, space.normed, static_cast<std::size_t>(num_rows * sizes.hidden) * sizeof(float));
         if (around.logits != nullptr) linear(*ends.head, rows, nullptr, nullptr, around.logits, nullptr, team, rank);
+        mark(Phase::kOther);
     }
 
     Range my_rows(const Team& team, int rank) const { return split(num_rows, rank, team.size()); }
@@ -382,55 +390,44 @@ class DecoderStack {
                 num_threads, around);
     }
 
-    // `run_head` of causal rows, at least one of each sequence, and behind them greedy chains that grow a row at a time from
-    // the states fed back (the normed ones, if so wanted). The caches need room for the rows and max_depth - 1 more.
+    // `run_head` of causal rows, at least one of each sequence, which stand at the positions behind the caches, with features
+    // that `fuse` (norms, matrix) makes of the target's hidden states `taps` [R, A * Ht]; and behind them greedy chains that grow a row at a time from the states fed back (the normed ones, if so wanted). The caches need
+    // room for the rows and max_depth - 1 more.
     // Gives for each chain what GreedyTree::give does, or None where logits are damaged; and of each sequence's last given
     // row the logits and the state that is fed back.
-    nb::list draft_chains(Matrix features, Ints ids, const nb::tuple& ends, Ints positions, Matrix table, const nb::list& keys,
+    nb::list draft_chains(Matrix taps, const nb::tuple& fuse, Ints ids, const nb::tuple& ends, Matrix table, const nb::list& keys,
                           const nb::list& values, const std::vector<std::int64_t>& lengths, std::int64_t first_layer,
                           const std::vector<std::int64_t>& bounds, bool feeds_normed, In<std::int64_t, nb::ndim<1>> vocabulary,
                           float sharpness, double lowest, const std::vector<std::int64_t>& max_depths,
                           const std::vector<std::int64_t>& max_nodes, const nb::list& end_ids,
                           Out<float, nb::ndim<2>> last_states, Out<float, nb::ndim<2>> last_logits, int num_threads) const {
-        const std::int64_t num_rows = static_cast<std::int64_t>(features.shape(0)), hidden = sizes_.hidden;
-        const std::int64_t num_chains = static_cast<std::int64_t>(lengths.size());
+        const std::int64_t num_rows = static_cast<std::int64_t>(taps.shape(0)), hidden = sizes_.hidden;
+        const Fuse fuse_it = read_fuse(fuse, taps);
         const Ends around_it = read_ends(ends, ids, num_rows);
         const std::int64_t num_ids = around_it.head->num_outputs;
         check_ids(vocabulary, num_ids, around_it.embedding->num_outputs);
-        for (const auto* last : {&last_states, &last_logits})
-            check_equal("the number of last rows", static_cast<std::int64_t>(last->shape(0)), num_chains);
-        check_equal("the width of last_states", static_cast<std::int64_t>(last_states.shape(1)), hidden);
-        check_equal("the width of last_logits", static_cast<std::int64_t>(last_logits.shape(1)), num_ids);
-        check_rows(features, positions, table, num_rows);
-        check_equal("the number of bounds", static_cast<std::int64_t>(bounds.size()), num_chains + 1);
-        std::vector<GreedyTree> trees = start_trees(num_chains, max_depths, max_nodes, end_ids);
-        std::vector<std::int64_t> all_bounds{0};  // those of all passes together
-        for (std::size_t s = 0; s < trees.size(); ++s) {
-            check(bounds[s] < bounds[s + 1], "a chain needs a row to begin with.");
-            const std::int64_t count = bounds[s + 1] - bounds[s] + max_depths[s] - 1;
-            check(lengths[s] + count <= static_cast<std::int64_t>(table.shape(0)), "a position is outside the table.");
-            all_bounds.push_back(all_bounds.back() + count);
-        }
+        std::vector<GreedyTree> trees = start_trees(static_cast<std::int64_t>(lengths.size()), max_depths, max_nodes, end_ids);
+        const std::vector<std::int64_t> all_bounds = check_draft(num_rows, table, lengths, bounds, trees, num_ids, last_states, last_logits);
         const PendingRows pending(trees.size());
         RowPlan plan = RowPlan::trees(bounds, nullptr, num_rows, pending);
         Caches caches(keys, values, lengths, all_bounds, pending, sizes_.heads.num_kv_heads, sizes_.heads.head_dim);
-        check(first_layer >= 0 && first_layer + static_cast<std::int64_t>(layers_.size()) <= caches.num_layers(),
-              "the cache has too few layers.");
+        check_layers(caches, first_layer);
         const int wanted = check_threads(num_threads, kMaxThreads);
         std::vector<char> is_sound(trees.size(), 1);
         {
             nb::gil_scoped_release released;
             const std::size_t width = static_cast<std::size_t>(hidden), size = static_cast<std::size_t>(num_rows);
-            std::vector<float> fed(trees.size() * width), normed(size * width), states(size * width);
+            std::vector<float> features(size * width), fed(trees.size() * width), normed(size * width), states(size * width);
+            make_features(fuse_it, taps.data(), num_rows, features.data(), wanted);
             std::vector<float> logits(size * static_cast<std::size_t>(num_ids));
-            std::vector<std::int32_t> next_ids(trees.size()), next_positions(trees.size());
+            std::vector<std::int32_t> next_ids(trees.size()), next_positions = positions_behind(lengths, bounds);
             std::vector<std::int64_t> counts(trees.size()), next_bounds = bounds;
             Ranking ranking;
             Around around{nullptr, &around_it, features.data(), ids.data(), normed.data(), logits.data()};
             const float* x = features.data();
-            const std::int32_t* at = positions.data();
             for (bool is_first = true; next_bounds.back() > 0; is_first = false) {
-                execute_rows(next_bounds.back(), x, at, table.data(), plan, caches, first_layer, {}, {}, states.data(), wanted, around);
+                execute_rows(next_bounds.back(), x, next_positions.data(), table.data(), plan, caches, first_layer, {}, {},
+                             states.data(), wanted, around);
                 std::int64_t num_next = 0;
                 for (std::size_t s = 0; s < trees.size(); ++s) {
                     GreedyTree& tree = trees[s];
@@ -459,12 +456,74 @@ class DecoderStack {
                 plan = RowPlan::trees(next_bounds, nullptr, num_next, pending);
                 x = around.features = fed.data();
                 around.ids = next_ids.data();
-                at = next_positions.data();
             }
         }
-        nb::list drafts;
-        for (std::size_t s = 0; s < trees.size(); ++s) drafts.append(is_sound[s] ? trees[s].give(lowest) : nb::object(nb::none()));
-        return drafts;
+        return give_all(trees, is_sound, lowest);
+    }
+
+    // As `draft_chains`, but in one pass: behind the rows of a sequence stand max_depth - 1 rows with the features
+    // `placeholder` and the token `mask_id`, and each guesses one place further on (P-EAGLE). Nodes of one depth have the same
+    // candidates, so trees of any width grow.
+    nb::list draft_places(Matrix taps, const nb::tuple& fuse, Ints ids, const nb::tuple& ends, Matrix table, const nb::list& keys,
+                          const nb::list& values, const std::vector<std::int64_t>& lengths, std::int64_t first_layer,
+                          const std::vector<std::int64_t>& bounds, bool feeds_normed, Vector placeholder, std::int32_t mask_id,
+                          In<std::int64_t, nb::ndim<1>> vocabulary, float sharpness, std::int64_t width, double lowest,
+                          const std::vector<std::int64_t>& max_depths, const std::vector<std::int64_t>& max_nodes,
+                          const nb::list& end_ids, Out<float, nb::ndim<2>> last_states, Out<float, nb::ndim<2>> last_logits,
+                          int num_threads) const {
+        const Fuse fuse_it = read_fuse(fuse, taps);
+        const std::int64_t num_given = static_cast<std::int64_t>(taps.shape(0));
+        const Ends around_it = read_ends(ends, ids, num_given);
+        const std::int64_t num_ids = around_it.head->num_outputs;
+        const std::size_t hidden = static_cast<std::size_t>(sizes_.hidden), logits_width = static_cast<std::size_t>(num_ids);
+        check_ids(vocabulary, num_ids, around_it.embedding->num_outputs);
+        check_equal("the width of placeholder", static_cast<std::int64_t>(placeholder.shape(0)), sizes_.hidden);
+        check(mask_id >= 0 && mask_id < around_it.embedding->num_outputs, "the id of placeholders is out of range.");
+        check(width > 0, "width must be positive.");
+        std::vector<GreedyTree> trees = start_trees(static_cast<std::int64_t>(lengths.size()), max_depths, max_nodes, end_ids);
+        const std::vector<std::int64_t> all_bounds = check_draft(num_given, table, lengths, bounds, trees, num_ids, last_states, last_logits);
+        const std::int64_t num_rows = all_bounds.back();
+        const PendingRows pending(trees.size());
+        const RowPlan plan = RowPlan::trees(all_bounds, nullptr, num_rows, pending);
+        const Caches caches(keys, values, lengths, all_bounds, pending, sizes_.heads.num_kv_heads, sizes_.heads.head_dim);
+        check_layers(caches, first_layer);
+        const int wanted = check_threads(num_threads, kMaxThreads);
+        std::vector<char> is_sound(trees.size(), 1);
+        {
+            nb::gil_scoped_release released;
+            const std::size_t size = static_cast<std::size_t>(num_rows);
+            std::vector<float> features(static_cast<std::size_t>(num_given) * hidden), fed(size * hidden), normed(size * hidden);
+            std::vector<float> states(size * hidden), logits(size * logits_width);
+            make_features(fuse_it, taps.data(), num_given, features.data(), wanted);
+            std::vector<std::int32_t> all_ids(size, mask_id);
+            const std::vector<std::int32_t> positions = positions_behind(lengths, all_bounds);
+            std::vector<std::size_t> asked;  // rows behind which something is drafted
+            for (std::size_t s = 0; s < trees.size(); ++s) {
+                const std::size_t given = static_cast<std::size_t>(bounds[s]), count = static_cast<std::size_t>(bounds[s + 1]) - given;
+                const std::size_t first = static_cast<std::size_t>(all_bounds[s]), end = static_cast<std::size_t>(all_bounds[s + 1]);
+                std::memcpy(fed.data() + first * hidden, features.data() + given * hidden, count * hidden * sizeof(float));
+                std::copy_n(ids.data() + given, count, all_ids.begin() + static_cast<std::ptrdiff_t>(first));
+                for (std::size_t row = first + count; row < end; ++row)
+                    std::memcpy(fed.data() + row * hidden, placeholder.data(), hidden * sizeof(float));
+                for (std::size_t row = first + count - 1; row < end; ++row) asked.push_back(row);
+            }
+            const Around around{nullptr, &around_it, fed.data(), all_ids.data(), normed.data(), logits.data()};
+            execute_rows(num_rows, fed.data(), positions.data(), table.data(), plan, caches, first_layer, {}, {}, states.data(),
+                         wanted, around);
+            std::vector<float*> rows;
+            for (const std::size_t row : asked) rows.push_back(logits.data() + row * logits_width);
+            for (std::size_t s = 0, at = 0; s < trees.size(); at += static_cast<std::size_t>(trees[s++].max_depth)) {
+                const float* state = (feeds_normed ? normed : states).data() + asked[at] * hidden;
+                std::memcpy(last_states.data() + s * hidden, state, hidden * sizeof(float));
+                std::memcpy(last_logits.data() + s * logits_width, rows[at], logits_width * sizeof(float));
+            }
+            const std::vector<Ranking> rankings = rank_rows(rows, num_ids, sharpness, width, wanted);
+            for (std::size_t s = 0, at = 0; s < trees.size(); at += static_cast<std::size_t>(trees[s++].max_depth))
+                is_sound[s] = trees[s].grow_by_depth(width, lowest, vocabulary.data(), [&](std::size_t depth) -> const Ranking& {
+                    return rankings[at + depth];
+                });
+        }
+        return give_all(trees, is_sound, lowest);
     }
 
    private:
@@ -483,6 +542,79 @@ class DecoderStack {
         return around_it;
     }
 
+    Fuse read_fuse(const nb::tuple& fields, const Matrix& taps) const {
+        check_equal("the number of fields of fuse", static_cast<std::int64_t>(fields.size()), 2);
+        Fuse fuse{{}, nb::cast<const PackedWeight*>(fields[1])};
+        const std::int64_t width = fuse.weight->num_inputs;
+        check_equal("the width of taps", static_cast<std::int64_t>(taps.shape(1)), width);
+        check_equal("the outputs of fuse", fuse.weight->num_outputs, sizes_.hidden);
+        const nb::tuple norms = nb::cast<nb::tuple>(fields[0]);
+        check(norms.size() == 0 || width % static_cast<std::int64_t>(norms.size()) == 0, "each norm must read an equal part.");
+        for (nb::handle norm : norms)
+            fuse.norms.push_back(vector(norm, "a norm in front of fuse", width / static_cast<std::int64_t>(norms.size()), false));
+        return fuse;
+    }
+
+    void make_features(const Fuse& fuse, const float* taps, std::int64_t num_rows, float* features, int num_threads) const {
+        const Kernels& kernel = kernels();
+        const PackedWeight& weight = *fuse.weight;
+        const std::int64_t width = weight.num_inputs, part = width / std::max<std::int64_t>(static_cast<std::int64_t>(fuse.norms.size()), 1);
+        const std::int64_t float_bytes = (num_rows * width * 4 + 63) / 64 * 64;
+        Pool::Lease lease(threads_for(num_threads, num_rows * width * sizes_.hidden / 8));
+        std::byte* scratch = lease.scratch(static_cast<std::size_t>(float_bytes + (weight.is_quantized() ? QuantizedRows::num_bytes(width, num_rows) : 0)));
+        float* normed = reinterpret_cast<float*>(scratch);
+        const float* rows = fuse.norms.empty() ? taps : normed;
+        const QuantizedRows quantized{reinterpret_cast<std::uint8_t*>(scratch + float_bytes), width, num_rows};
+        const void* inputs = weight.is_quantized() ? static_cast<const void*>(quantized.bytes) : rows;
+        const LinearJob job = linear_job(weight, inputs, width * 4, num_rows, nullptr, nullptr, features, sizes_.hidden);
+        lease.run([&](Team& team, int rank) {
+            team.share(rank, num_rows, [&](std::int64_t row) {
+                for (std::size_t i = 0; i < fuse.norms.size(); ++i) {
+                    const std::int64_t at = row * width + static_cast<std::int64_t>(i) * part;
+                    kernel.rms_norm(taps + at, fuse.norms[i], eps_, part, normed + at);
+                }
+                if (weight.is_quantized()) quantized.write(kernel, row, rows + row * width, 0, width);
+            });
+            team.share(rank, num_shares(weight.num_blocks()), [&](std::int64_t share) { run_share(kernel, weight, job, share); });
+        });
+    }
+
+    // What drafting needs beside the ends; gives the bounds of the rows that stand behind the caches in the end.
+    std::vector<std::int64_t> check_draft(std::int64_t num_rows, const Matrix& table, const std::vector<std::int64_t>& lengths,
+                                          const std::vector<std::int64_t>& bounds, const std::vector<GreedyTree>& trees,
+                                          std::int64_t num_ids, const Out<float, nb::ndim<2>>& last_states,
+                                          const Out<float, nb::ndim<2>>& last_logits) const {
+        const std::int64_t num_sequences = static_cast<std::int64_t>(lengths.size());
+        for (const auto* last : {&last_states, &last_logits})
+            check_equal("the number of last rows", static_cast<std::int64_t>(last->shape(0)), num_sequences);
+        check_equal("the width of last_states", static_cast<std::int64_t>(last_states.shape(1)), sizes_.hidden);
+        check_equal("the width of last_logits", static_cast<std::int64_t>(last_logits.shape(1)), num_ids);
+        check_equal("the width of the table", static_cast<std::int64_t>(table.shape(1)), sizes_.heads.head_dim);
+        check_equal("the number of bounds", static_cast<std::int64_t>(bounds.size()), num_sequences + 1);
+        check(bounds.front() == 0 && bounds.back() == num_rows, "bounds must run from 0 to R.");
+        std::vector<std::int64_t> all_bounds{0};
+        for (std::size_t s = 0; s < trees.size(); ++s) {
+            check(bounds[s] < bounds[s + 1], "a draft needs a row to begin with.");
+            const std::int64_t count = bounds[s + 1] - bounds[s] + trees[s].max_depth - 1;
+            check(lengths[s] >= 0 && lengths[s] + count <= static_cast<std::int64_t>(table.shape(0)), "a position is outside the table.");
+            all_bounds.push_back(all_bounds.back() + count);
+        }
+        return all_bounds;
+    }
+
+    void check_layers(const Caches& caches, std::int64_t first_layer) const {
+        check(first_layer >= 0 && first_layer + static_cast<std::int64_t>(layers_.size()) <= caches.num_layers(),
+              "the cache has too few layers.");
+    }
+
+    static std::vector<std::int32_t> positions_behind(const std::vector<std::int64_t>& lengths, const std::vector<std::int64_t>& bounds) {
+        std::vector<std::int32_t> positions;
+        for (std::size_t s = 0; s < lengths.size(); ++s)
+            for (std::int64_t row = bounds[s]; row < bounds[s + 1]; ++row)
+                positions.push_back(static_cast<std::int32_t>(lengths[s] + row - bounds[s]));
+        return positions;
+    }
+
     void check_rows(const Matrix& x, const Ints& positions, const Matrix& table, std::int64_t num_rows) const {
         check_equal("the width of x", static_cast<std::int64_t>(x.shape(1)), sizes_.hidden);
         check_equal("the number of positions", static_cast<std::int64_t>(positions.shape(0)), num_rows);
@@ -497,7 +629,7 @@ class DecoderStack {
              const std::vector<std::int64_t>& bounds, std::optional<Ints> parents, const std::vector<std::int64_t>& taps,
              const nb::list& tap_arrays, Out<float, nb::ndim<2>> out, int num_threads, const Around& around) const {
         const std::int64_t num_rows = static_cast<std::int64_t>(x.shape(0)), hidden = sizes_.hidden;
-        const std::int64_t num_layers = static_cast<std::int64_t>(layers_.size()), dim = sizes_.heads.head_dim;
+        const std::int64_t dim = sizes_.heads.head_dim;
         check_rows(x, positions, table, num_rows);
         check_equal("the width of out", static_cast<std::int64_t>(out.shape(1)), hidden);
         check_equal("the number of rows of out", static_cast<std::int64_t>(out.shape(0)), num_rows);
@@ -505,7 +637,7 @@ class DecoderStack {
         const RowPlan plan = RowPlan::trees(bounds, parents ? parents->data() : nullptr, num_rows, pending);
         const Caches caches(keys, values, lengths, bounds, pending, sizes_.heads.num_kv_heads, dim);
         if (num_rows == 0) return;
-        check(first_layer >= 0 && first_layer + num_layers <= caches.num_layers(), "the cache has too few layers.");
+        check_layers(caches, first_layer);
         const std::vector<float*> tap_rows = check_taps(taps, tap_arrays, num_rows);
         check_threads(num_threads, kMaxThreads);
         nb::gil_scoped_release released;
@@ -652,9 +784,13 @@ void bind_stack(nanobind::module_& m) {
              arg("positions").noconvert(), arg("table").noconvert(), arg("keys"), arg("values"), arg("lengths"), arg("pending"),
              arg("layer"), arg("bounds"), arg("parents").noconvert().none(), arg("normed").noconvert(), arg("out").noconvert(),
              arg("logits").noconvert().none(), arg("threads"))
-        .def("draft_chains", &DecoderStack::draft_chains, arg("features").noconvert(), arg("ids").noconvert(), arg("ends"),
-             arg("positions").noconvert(), arg("table").noconvert(), arg("keys"), arg("values"), arg("lengths"), arg("layer"),
-             arg("bounds"), arg("feeds_normed"), arg("vocabulary").noconvert(), arg("sharpness"), arg("lowest"),
-             arg("max_depths"), arg("max_nodes"), arg("end_ids"), arg("last_states").noconvert(), arg("last_logits").noconvert(),
-             arg("threads"));
+        .def("draft_chains", &DecoderStack::draft_chains, arg("taps").noconvert(), arg("fuse"), arg("ids").noconvert(), arg("ends"),
+             arg("table").noconvert(), arg("keys"), arg("values"), arg("lengths"), arg("layer"), arg("bounds"),
+             arg("feeds_normed"), arg("vocabulary").noconvert(), arg("sharpness"), arg("lowest"), arg("max_depths"),
+             arg("max_nodes"), arg("end_ids"), arg("last_states").noconvert(), arg("last_logits").noconvert(), arg("threads"))
+        .def("draft_places", &DecoderStack::draft_places, arg("taps").noconvert(), arg("fuse"), arg("ids").noconvert(), arg("ends"),
+             arg("table").noconvert(), arg("keys"), arg("values"), arg("lengths"), arg("layer"), arg("bounds"),
+             arg("feeds_normed"), arg("placeholder").noconvert(), arg("mask_id"), arg("vocabulary").noconvert(),
+             arg("sharpness"), arg("width"), arg("lowest"), arg("max_depths"), arg("max_nodes"), arg("end_ids"),
+             arg("last_states").noconvert(), arg("last_logits").noconvert(), arg("threads"));
 }
