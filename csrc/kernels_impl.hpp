@@ -50,7 +50,7 @@ inline __attribute__((always_inline)) void dot_group(const uint8_t* weights, int
                                                      Vi (*sums)[BLOCKS]) {
     for (int r = 0; r < ROWS; ++r)
         for (int b = 0; b < BLOCKS; ++b)
-            sums[r][b] = STORAGE == Storage::kNibbles ? zero_int() : start_sums(values + r * kGroup);
+            sums[r][b] = STORAGE == Storage::kNibbles ? fresh_zero() : start_sums(values + r * kGroup);
     Wq w[BLOCKS];
     if (STORAGE == Storage::kNibbles) {
 #pragma GCC unroll 4
@@ -118,34 +118,52 @@ inline void fetch_ahead(Ahead& ahead, int64_t block_bytes) {
     ahead.next += kBytes;
 }
 
-// totals [ROWS][BLOCKS][16] is memory, so that the integer sums may have the registers.
+// The totals of a tile: in registers where they fit beside the integer sums, else in memory, so that those have the registers.
+template <int ROWS, int BLOCKS, bool ARE_HELD>
+struct Totals {
+    Vf values[ROWS][BLOCKS];
+    explicit Totals(float*) {}
+    Vf get(int r, int b) const { return values[r][b]; }
+    void set(int r, int b, Vf value) { values[r][b] = value; }
+};
+
+template <int ROWS, int BLOCKS>
+struct Totals<ROWS, BLOCKS, false> {
+    float* values;  // [ROWS][BLOCKS][16]
+    explicit Totals(float* room) : values(room) {}
+    Vf get(int r, int b) const { return load(values + (r * BLOCKS + b) * kLanes); }
+    void set(int r, int b, Vf value) { store(values + (r * BLOCKS + b) * kLanes, value); }
+};
+
 template <Storage STORAGE, int ROWS, int BLOCKS>
-__attribute__((noinline)) void quantized_tile(const LinearJob& job, int64_t row, int64_t block,
-                                              float* totals, Ahead ahead) {
+__attribute__((noinline)) void quantized_tile(const LinearJob& job, int64_t row, int64_t block, float* room, Ahead ahead) {
     const int64_t num_groups = job.num_inputs / kGroup, input_bytes = input_group_bytes(job.num_rows);
-    const uint8_t* weights = job.weights + block * job.block_bytes;
+    const int64_t num_rows = job.num_rows, block_bytes = job.block_bytes;  // stores must not make the loop read them again
+    const uint8_t* weights = job.weights + block * block_bytes;
     const uint8_t* group_inputs = job.inputs;
-    for (int i = 0; i < ROWS * BLOCKS; ++i) store(totals + i * kLanes, set1(0.0f));
+    Totals<ROWS, BLOCKS, ROWS * BLOCKS <= kHeldTotals> totals(room);
+    for (int r = 0; r < ROWS; ++r)
+        for (int b = 0; b < BLOCKS; ++b) totals.set(r, b, set1(0.0f));
     for (int64_t group = 0; group < num_groups; ++group) {
-        fetch_ahead<STORAGE, BLOCKS>(ahead, job.block_bytes);
+        fetch_ahead<STORAGE, BLOCKS>(ahead, block_bytes);
         Vi sums[ROWS][BLOCKS];
-        dot_group<STORAGE, ROWS, BLOCKS>(weights, job.block_bytes,
+        dot_group<STORAGE, ROWS, BLOCKS>(weights, block_bytes,
                                          reinterpret_cast<const int8_t*>(group_inputs) + row * kGroup, sums);
-        const float* scales = reinterpret_cast<const float*>(group_inputs + job.num_rows * kGroup) + row;
-        const float* scaled_sums = scales + job.num_rows;
+        const float* scales = reinterpret_cast<const float*>(group_inputs + num_rows * kGroup) + row;
+        const float* scaled_sums = scales + num_rows;
+#pragma GCC unroll 4
         for (int b = 0; b < BLOCKS; ++b) {
-            const uint16_t* halves = reinterpret_cast<const uint16_t*>(weights + b * job.block_bytes + value_bytes(STORAGE));
+            const uint16_t* halves = reinterpret_cast<const uint16_t*>(weights + b * block_bytes + value_bytes(STORAGE));
             const Vf scale = load(halves), low = load(halves + kLanes);
-            for (int r = 0; r < ROWS; ++r) {
-                float* total = totals + (r * BLOCKS + b) * kLanes;
-                store(total, add_group(load(total), to_float(sums[r][b]), scale, low, scales + r, scaled_sums + r));
-            }
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; ++r)
+                totals.set(r, b, add_group(totals.get(r, b), to_float(sums[r][b]), scale, low, scales + r, scaled_sums + r));
         }
         weights += group_bytes(STORAGE);
         group_inputs += input_bytes;
     }
     for (int r = 0; r < ROWS; ++r)
-        for (int b = 0; b < BLOCKS; ++b) store_outputs(job, row + r, block + b, load(totals + (r * BLOCKS + b) * kLanes));
+        for (int b = 0; b < BLOCKS; ++b) store_outputs(job, row + r, block + b, totals.get(r, b));
 }
 
 template <Storage STORAGE, int ROWS>

@@ -4,7 +4,7 @@
 
 namespace {
 
-enum { kTileRows = 3, kTileBlocks = 1, kDenseRows = 3, kDenseBlocks = 1 };
+enum { kTileRows = 3, kTileBlocks = 1, kHeldTotals = 0, kDenseRows = 3, kDenseBlocks = 1 };
 constexpr int blocks_for(int) { return 1; }
 
 struct Vf {
@@ -88,6 +88,7 @@ inline Vf keep(Vf a) { return a; }
 inline float sqrt_scalar(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
 
 inline Vi zero_int() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline Vi fresh_zero() { return zero_int(); }
 inline Vi set1_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 inline Vi add(Vi a, Vi b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
 inline int32_t reduce_add(Vi a) {

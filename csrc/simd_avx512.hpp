@@ -5,7 +5,7 @@
 namespace {
 
 // Integer accumulators fill the 32 registers; float ones live in the first cache.
-enum { kTileRows = 8, kTileBlocks = 4, kDenseRows = 4, kDenseBlocks = 3 };
+enum { kTileRows = 8, kTileBlocks = 4, kHeldTotals = 12, kDenseRows = 4, kDenseBlocks = 3 };
 constexpr int blocks_for(int rows) { return rows <= 3 ? 4 : 2; }
 
 typedef __m512 Vf;
@@ -68,6 +68,12 @@ inline Vf keep(Vf a) {
 inline float sqrt_scalar(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
 
 inline Vi zero_int() { return _mm512_setzero_si512(); }
+// Made anew, which costs no unit that multiplies; a compiler would copy one zero, and many copies at once do.
+inline Vi fresh_zero() {
+    Vi zero;
+    __asm__("vpxord %x0, %x0, %x0" : "=v"(zero));
+    return zero;
+}
 inline Vi set1_int(int32_t x) { return _mm512_set1_epi32(x); }
 inline Vi add(Vi a, Vi b) { return _mm512_add_epi32(a, b); }
 // Of additions that wrap, where the header's own reduction adds plain integers: what rounding makes of a nan is no small number.
@@ -198,7 +204,7 @@ inline Wq load_shifted(const uint8_t* p) {
     return _mm512_and_si512(_mm512_srli_epi16(_mm512_loadu_si512(p), 4), _mm512_set1_epi8(0x0f));
 }
 inline Vi shift_high(Vi a) { return _mm512_srai_epi32(a, 4); }
-inline Vi start_sums(const int8_t*) { return zero_int(); }  // what sums of bytes start from
+inline Vi start_sums(const int8_t*) { return fresh_zero(); }  // what sums of bytes start from
 inline Aq load_inputs(const int8_t* p) {
     int32_t four;
     __builtin_memcpy(&four, p, sizeof four);

@@ -7,7 +7,7 @@
 namespace {
 
 // Six rows of sums, the weights and one input fill 29 of the 32 registers; float totals live in the first cache.
-enum { kTileRows = 6, kTileBlocks = 1, kDenseRows = 4, kDenseBlocks = 1 };
+enum { kTileRows = 6, kTileBlocks = 1, kHeldTotals = 0, kDenseRows = 4, kDenseBlocks = 1 };
 constexpr int blocks_for(int) { return 1; }
 
 // Members have names, since compilers leave arrays within arrays in memory.
@@ -145,6 +145,7 @@ inline Vi zero_int() {
     const int32x4_t zero = vdupq_n_s32(0);
     return {zero, zero, zero, zero};
 }
+inline Vi fresh_zero() { return zero_int(); }
 inline Vi set1_int(int32_t x) {
     const int32x4_t all = vdupq_n_s32(x);
     return {all, all, all, all};

@@ -6,7 +6,7 @@
 
 namespace {
 
-enum { kTileRows = 4, kTileBlocks = 1, kDenseRows = 4, kDenseBlocks = 1 };
+enum { kTileRows = 4, kTileBlocks = 1, kHeldTotals = 0, kDenseRows = 4, kDenseBlocks = 1 };
 constexpr int blocks_for(int) { return 1; }
 
 struct Vf {
@@ -121,6 +121,7 @@ inline Vi zero_int() {
     memset(r.v, 0, sizeof r.v);
     return r;
 }
+inline Vi fresh_zero() { return zero_int(); }
 inline Vi set1_int(int32_t x) {
     Vi r;
     LANES r.v[i] = x;
