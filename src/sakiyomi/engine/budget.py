@@ -167,8 +167,9 @@ class AdaptiveBudget:
         started = self._clock()
         if self._must_be_plain(len(sequences)):
             return plan
+        outlooks = [self._outlooks_of(sequence) for sequence in sequences]
         for number in range(len(self._sources)):
-            self._ask(number, sequences, caps, info, plan, curve)
+            self._ask(number, sequences, caps, outlooks, info, plan)
         if plan.asked:
             self._choose(plan, caps, len(sequences), curve)
         plan.draft_s = self._clock() - started
@@ -184,13 +185,19 @@ class AdaptiveBudget:
         return self._tokens / self._steps * num_sequences / curve[num_sequences]
 
     def _ask(
-        self, number: int, sequences: Seq[Sequence], caps: Seq[int], info: ModelInfo, plan: Plan, curve: Seq[float]
+        self,
+        number: int,
+        sequences: Seq[Sequence],
+        caps: Seq[int],
+        outlooks: Seq[Seq[_Outlook]],
+        info: ModelInfo,
+        plan: Plan,
     ) -> None:
         """Let one source draft for the sequences for which that pays."""
-        source = self._sources[number]
+        source, curve = self._sources[number], plan.curve
         wanted = []
         for index, (sequence, cap) in enumerate(zip(sequences, caps, strict=True)):
-            outlook = self._outlook(sequence, number)
+            outlook = outlooks[index][number]
             count = self._count(source, outlook, sequence, cap, _missing(plan, index), len(sequences), curve)
             if count > 0:
                 wanted.append((index, outlook, count))
@@ -263,17 +270,20 @@ class AdaptiveBudget:
             if plan.drafts[asked.index].drawn not in SAMPLED:
                 pools.setdefault(asked.index, []).append(asked)
         trees = {index: _merge(pool, caps[index]) for index, pool in pools.items()}
-        gains = sorted((gain for _, own in trees.values() for gain in own), reverse=True)
+        gains: Seq[float]
+        if len(trees) == 1:
+            ((_, gains),) = trees.values()
+        else:
+            gains = sorted((gain for _, own in trees.values() for gain in own), reverse=True)
         if not gains:
             return
         if num_rows + len(gains) >= len(curve):
             curve = self._passes.curve(plan.context, num_rows + len(gains))
-        count = count_worthwhile(gains, curve[num_rows:], self._rate(num_sequences, curve))
+        count = count_worthwhile(gains, curve[num_rows : num_rows + len(gains) + 1], self._rate(num_sequences, curve))
         if count == 0:
             return
-        least = gains[count - 1]
         for index, (tree, own) in trees.items():
-            keep = count if len(trees) == 1 else sum(gain >= least for gain in own)
+            keep = count if len(trees) == 1 else sum(gain >= gains[count - 1] for gain in own)
             plan.drafts[index] = tree.trim(keep, keep)
 
     # ------------------------------------------------------------------------------------------ behind a step
@@ -296,12 +306,12 @@ class AdaptiveBudget:
         self._tokens = FADE_RATE * self._tokens + num_tokens / len(sequences)
         self._steps = FADE_RATE * self._steps + (spent + plan.draft_s) / curve[len(sequences)]
 
-    def _outlook(self, sequence: Sequence, number: int) -> _Outlook:
+    def _outlooks_of(self, sequence: Sequence) -> list[_Outlook]:
         outlooks = self._outlooks.get(sequence)
         if outlooks is None:
             outlooks = [_Outlook(Acceptance(source.rates)) for source in self._sources]
             self._outlooks[sequence] = outlooks
-        return outlooks[number]
+        return outlooks
 
 
 def _missing(plan: Plan, index: int) -> float:
