@@ -16,7 +16,7 @@ import numpy as np
 
 from sakiyomi.noise import PURPOSE_DRAFT, Randomness
 from sakiyomi.ops.base import DraftRoom, GreedyRules
-from sakiyomi.sampling.choose import Float32s, Ids, _native, depends_on_ids, rank
+from sakiyomi.sampling.choose import Float32s, Ids, _native, depends_on_ids, rank, treats_ids_unalike
 from sakiyomi.sampling.distributions import Law, law_at, law_of
 from sakiyomi.tree import ROOT, Draft, TreeBuilder
 from sakiyomi.types import DrawMode, History, Output, Sequence
@@ -223,7 +223,8 @@ class Growth:
 def takes_the_best(sequence: Sequence, draw: DrawMode) -> bool:
     """Whether `Growth` takes the largest of the logits as they are, at every node."""
     # Deeper nodes are further from the prompt, so no parameter begins to act below the root.
-    return (draw == "argmax" or sequence.params.is_greedy) and not depends_on_ids(sequence.history())
+    params = sequence.params
+    return (draw == "argmax" or params.is_greedy) and not treats_ids_unalike(params, sequence.num_new)
 
 
 def log_confidence(min_confidence: float) -> float:
