@@ -6,6 +6,7 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -13,6 +14,7 @@
 
 #include "arrays.hpp"
 #include "greedy.hpp"
+#include "half.hpp"
 #include "kernels.hpp"
 #include "noise.hpp"
 #include "parallel.hpp"
@@ -125,15 +127,22 @@ bool rank_scored(const Kernels& kernel, const float* logits, std::int64_t size, 
         // The share with the count-th largest maximum holds the last one that may be among the best.
         float low = -kInfinity;
         if (count <= num_shares) {
-            std::vector<float> order(static_cast<std::size_t>(num_shares));
-            for (std::int64_t i = 0; i < num_shares; ++i) order[static_cast<std::size_t>(i)] = scores[i].largest;
+            thread_local std::vector<float> order;
+            order.clear();
+            for (std::int64_t i = 0; i < num_shares; ++i) order.push_back(scores[i].largest);
             std::nth_element(order.begin(), order.begin() + (count - 1), order.end(), std::greater<float>());
             low = order[static_cast<std::size_t>(count - 1)];
         }
         for (std::int64_t share = 0; share < num_shares; ++share) {
             if (!(scores[share].largest >= low)) continue;
-            for (std::int64_t id = share * kChooseBlock; id < std::min(size, (share + 1) * kChooseBlock); ++id)
-                if (logits[id] >= low && logits[id] > -kInfinity) ranking->ids.push_back(id);
+            const std::int64_t first = share * kChooseBlock, end = std::min<std::int64_t>(size, first + kChooseBlock);
+            if (end - first == kChooseBlock) {
+                for (std::uint64_t bits = kernel.find_in_block(logits + first, low); bits != 0; bits &= bits - 1)
+                    ranking->ids.push_back(first + __builtin_ctzll(bits));
+            } else {
+                for (std::int64_t id = first; id < end; ++id)
+                    if (logits[id] >= low && logits[id] > -kInfinity) ranking->ids.push_back(id);
+            }
         }
         std::sort(ranking->ids.begin(), ranking->ids.end(), [&](std::int64_t a, std::int64_t b) {
             return logits[a] != logits[b] ? logits[a] > logits[b] : a < b;
@@ -144,6 +153,62 @@ bool rank_scored(const Kernels& kernel, const float* logits, std::int64_t size, 
         ranking->confidences.push_back(static_cast<double>(logits[id]) - static_cast<double>(max) - log_total);
     return true;
 }
+
+// The rows of a head in 8 bits, each in one piece: in the blocks of a weight one row touches as many lines as sixteen do.
+class HeadRows {
+   public:
+    explicit HeadRows(const PackedWeight& head)
+        : num_groups_(head.num_inputs / kGroup), bytes_(static_cast<std::size_t>(head.num_outputs * num_groups_ * kRowGroup)) {
+        std::uint8_t* row = bytes_.data();
+        for (std::int64_t id = 0; id < head.num_outputs; ++id) {
+            const std::uint8_t* block = head.bytes.get() + id / kLanes * head.block_bytes();
+            const std::int64_t lane = id % kLanes;
+            for (std::int64_t group = 0; group < num_groups_; ++group, row += kRowGroup, block += group_bytes(Storage::kBytes)) {
+                for (std::int64_t quad = 0; quad < kGroup / 4; ++quad)
+                    std::memcpy(row + quad * 4, block + (quad * kLanes + lane) * 4, 4);
+                const std::uint8_t* halves = block + value_bytes(Storage::kBytes) + lane * 2;
+                for (int i = 0; i < 2; ++i) {
+                    std::uint16_t half;
+                    std::memcpy(&half, halves + i * kLanes * 2, sizeof half);
+                    const float factor = half_to_float(half);
+                    std::memcpy(row + kGroup + i * 4, &factor, sizeof factor);
+                }
+            }
+        }
+    }
+    void fetch(std::int64_t id) const {
+        for (std::int64_t at = 0; at < num_groups_ * kRowGroup; at += 64) __builtin_prefetch(row(id) + at);
+    }
+    // The product of a row with a single row of quantized inputs, by the operations of the kernels.
+    float multiply(std::int64_t id, const std::uint8_t* inputs) const {
+        const std::uint8_t* group = row(id);
+        float total = 0;
+        for (std::int64_t i = 0; i < num_groups_; ++i, group += kRowGroup, inputs += input_group_bytes(1)) {
+            std::int32_t sum = 0;
+            for (int at = 0; at < kGroup; ++at) sum += group[at] * static_cast<std::int8_t>(inputs[at]);
+            float own[2], factors[2];  // scale and min; the inputs' scale, and their sum times that
+            std::memcpy(own, group + kGroup, sizeof own);
+            std::memcpy(factors, inputs + kGroup, sizeof factors);
+            total = std::fma(static_cast<float>(sum), own[0] * factors[0], total);
+            total = std::fma(own[1], factors[1], total);
+        }
+        return total;
+    }
+
+   private:
+    static constexpr std::int64_t kRowGroup = kGroup + 8;  // the values of a group, its scale and its min
+
+    const std::uint8_t* row(std::int64_t id) const { return bytes_.data() + id * num_groups_ * kRowGroup; }
+
+    std::int64_t num_groups_;
+    std::vector<std::uint8_t> bytes_;
+};
+
+// A head in four bits, in which a draft looks for what the head itself then compares.
+struct Screen {
+    const PackedWeight* weight;
+    HeadRows rows;
+};
 
 // Candidates beyond those that are wanted: with four bits the best one is among the best four.
 constexpr std::int64_t kSpareCandidates = 3;
@@ -189,10 +254,11 @@ class MlpStep {
         check_equal("the outputs of the head of advance", advance.num_ids(), num_ids());
     }
 
-    void check_screen(const PackedWeight& screen) const {
-        check_equal("the outputs of the screen", screen.num_outputs, num_ids());
-        check_equal("the inputs of the screen", screen.num_inputs, hidden_);
-        check(screen.is_quantized() && head_->is_quantized(), "a screen needs quantized weights.");
+    std::unique_ptr<Screen> make_screen(const PackedWeight& weight) const {
+        check_equal("the outputs of the screen", weight.num_outputs, num_ids());
+        check_equal("the inputs of the screen", weight.num_inputs, hidden_);
+        check(weight.is_quantized() && head_->storage == Storage::kBytes, "a screen stands for a head in 8 bits.");
+        return std::unique_ptr<Screen>(new Screen{&weight, HeadRows(*head_)});
     }
 
     void run(Matrix left, Ints ids, OutMatrix states, OutMatrix logits, int num_threads) const {
@@ -219,9 +285,9 @@ class MlpStep {
 
     // Grows greedy trees behind `ids`, one for each row: this is the first step of each, `advance` all further ones. A level
     // appends the `width` best children to each node of the frontier, and the `width` best of them go on, while they are
-    // believed with `lowest`. A single row looks for them with `screen`, the head in fewer bits, unless that is null, and
-    // compares what is found by the head. Returns false where logits are damaged.
-    bool grow(const MlpStep& advance, const PackedWeight* screen, const Matrix& left, const std::vector<std::int32_t>& ids,
+    // believed with `lowest`. A single row looks for them with `screen`, unless that is null, and compares what is
+    // found by the head. Returns false where logits are damaged.
+    bool grow(const MlpStep& advance, const Screen* screen, const Matrix& left, const std::vector<std::int32_t>& ids,
               const std::int64_t* vocabulary, float sharpness, std::int64_t width, double lowest, std::vector<GreedyTree>& trees,
               int num_threads) const {
         const std::int64_t num_trees = static_cast<std::int64_t>(trees.size());
@@ -248,26 +314,29 @@ class MlpStep {
         bool is_sound = true;
         lease.run([&](Team& team, int rank) {
             // Every thread does the same with trees of its own, which is cheaper than to wait for one that does.
-            std::vector<GreedyTree> copies;
+            thread_local std::vector<GreedyTree> copies;
             if (rank != 0) copies = trees;
             std::vector<GreedyTree>& own = rank == 0 ? trees : copies;
-            Frontier frontier{ids, {}, {}};
+            thread_local Frontier frontier;
+            frontier.tokens = ids;
+            frontier.above.clear();
             fuse(left.data(), Space(*this, *head_, &advance, num_trees, team_size, scratch), raw, team, rank);
             const MlpStep* step = this;
             for (std::int64_t depth = 1; !frontier.tokens.empty(); ++depth) {
                 const std::int64_t num_rows = static_cast<std::int64_t>(frontier.tokens.size());
                 const Rows rows{num_rows, frontier.tokens.data(), frontier.above.empty() ? nullptr : frontier.above.data()};
                 const MlpStep* next = depth < deepest ? &advance : nullptr;
-                const PackedWeight& head = num_rows == 1 && screen != nullptr ? *screen : *step->head_;
+                const bool is_screened = num_rows == 1 && screen != nullptr;
+                const PackedWeight& head = is_screened ? *screen->weight : *step->head_;
                 Space space(*step, head, &advance, num_rows, team_size, scratch);
-                if (&head == screen) space.head.place(compared);
+                if (is_screened) space.head.place(compared);
                 step->run_rows(rows, results, space, head, next, team, rank);
                 mark(Phase::kOther);
                 const auto rank_row = [&](std::int64_t row, Ranking* best) {
-                    const std::int64_t count = &head == screen ? width + kSpareCandidates : width;
+                    const std::int64_t count = is_screened ? width + kSpareCandidates : width;
                     float* logits = results.logits + row * num_ids();
                     if (!rank_scored(kernels(), logits, num_ids(), results.scores + row * shares, count, best)) return false;
-                    if (&head == screen) step->compare(space.head, rank, logits, sharpness, width, best);
+                    if (is_screened) step->compare(space.head, *screen, rank, logits, sharpness, width, best);
                     return true;
                 };
                 if (!frontier.go_on(own, rank_row, vocabulary, width, lowest)) {
@@ -429,22 +498,18 @@ class MlpStep {
     }
 
     // Puts the best `width` of some candidates for the only row into the order of the head, given `logits` over a screen.
-    void compare(const Inputs& inputs, int rank, const float* logits, float sharpness, std::int64_t width, Ranking* best) const {
+    void compare(const Inputs& inputs, const Screen& screen, int rank, const float* logits, float sharpness, std::int64_t width,
+                 Ranking* best) const {
         const double base = static_cast<double>(logits[best->ids[0]]) - best->confidences[0];
         if (!std::isfinite(base)) return;
-        const LinearJob whole = inputs.job(rank, nullptr, nullptr, nullptr);
-        std::vector<std::pair<float, std::int64_t>> found;
+        for (const std::int64_t id : best->ids) screen.rows.fetch(id);
+        const std::uint8_t* quantized = inputs.job(rank, nullptr, nullptr, nullptr).inputs;
+        thread_local std::vector<std::pair<float, std::int64_t>> found;
+        found.clear();
         double total = 1;  // of all probabilities, with the candidates' own as the head says
         for (std::size_t i = 0; i < best->ids.size(); ++i) {
-            const std::int64_t id = best->ids[i], block = id / kLanes;
-            float sums[kLanes];
-            LinearJob job = linear_job(*head_, whole.inputs, whole.input_stride, 1, nullptr, nullptr, sums, kLanes);
-            job.weights += block * job.block_bytes;
-            job.num_outputs = std::min<std::int64_t>(kLanes, num_ids() - block * kLanes);
-            run_linear(kernels(), *head_, job, 0, 1);
-            const float logit = sums[id % kLanes] * sharpness;
-            found.emplace_back(logit, id);
-            total += exact_exp(static_cast<double>(logit) - base) - exact_exp(best->confidences[i]);
+            found.emplace_back(screen.rows.multiply(best->ids[i], quantized) * sharpness, best->ids[i]);
+            total += exact_exp(static_cast<double>(found[i].first) - base) - exact_exp(best->confidences[i]);
         }
         std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) {
             return a.first != b.first ? a.first > b.first : a.second < b.second;
@@ -553,10 +618,7 @@ class MlpDrafts {
           sharpness_(sharpness), width_(width), lowest_(lowest), num_threads_(num_threads) {
         start_->check_next(*advance_);
         check(width > 0, "width must be positive.");
-        if (!screen.is_none()) {
-            screen_ = nb::cast<const PackedWeight*>(screen);
-            start_->check_screen(*screen_);
-        }
+        if (!screen.is_none()) screen_ = start_->make_screen(*nb::cast<const PackedWeight*>(screen));
         const auto ids = nb::cast<In<std::int64_t, nb::ndim<1>>>(vocabulary, false);
         check_ids(ids, start_->num_ids(), start_->vocab_size());
         vocabulary_ = ids.data();
@@ -576,7 +638,7 @@ class MlpDrafts {
             for (nb::handle id : room[2]) trees[i].end_ids.push_back(nb::cast<std::int64_t>(id));
             trees[i].frontier = {GreedyTree::kRoot};
         }
-        const bool is_sound = start_->grow(*advance_, screen_, left, tokens, vocabulary_, sharpness_, width_, lowest_, trees, num_threads_);
+        const bool is_sound = start_->grow(*advance_, screen_.get(), left, tokens, vocabulary_, sharpness_, width_, lowest_, trees, num_threads_);
         nb::list drafts;
         for (const GreedyTree& tree : trees) drafts.append(is_sound ? tree.give(lowest_) : nb::object(nb::none()));
         return drafts;
@@ -585,7 +647,7 @@ class MlpDrafts {
    private:
     std::vector<nb::object> kept_;
     const MlpStep *start_, *advance_;
-    const PackedWeight* screen_ = nullptr;
+    std::unique_ptr<Screen> screen_;
     const std::int64_t* vocabulary_;
     float sharpness_;
     std::int64_t width_;
