@@ -323,7 +323,7 @@ class NativeOps(Ops):
         num_rows = head.shape[0]
         if head.value_bits != 8 or num_rows < _LEAST_SCREENED:
             return None
-        return self.weight(quantize(self.embed(head, np.arange(num_rows)), bits=4))
+        return self.weight(quantize(self.embed(head, np.arange(num_rows, dtype=np.int32)), bits=4))
 
     def _mlp_step(self, embedding: Any, weights: MlpWeights, head: Any) -> Any:
         """The C++ form of a step, kept for the next call with the same weights."""
@@ -343,13 +343,13 @@ class NativeOps(Ops):
 
     def _token_sums(self, embedding: Any, weights: MlpWeights) -> Floats | None:
         """What those tokens add to a step that have vectors of their own, float32 [M, H]: looked up, not computed."""
-        if weights.token_rows is None:
+        if weights.tokens is None or weights.token_rows is None:
             return None
         num_rows = weights.tokens.shape[0] - 1
         ids = np.flatnonzero(weights.token_rows < num_rows)
         ids = ids[np.argsort(weights.token_rows[ids])]
-        normed = self.rms_norm(self.embed(embedding, ids), weights.ones, weights.eps)
-        own = self.embed(weights.tokens, np.arange(num_rows))
+        normed = self.rms_norm(self.embed(embedding, _ints(ids)), weights.ones, weights.eps)
+        own = self.embed(weights.tokens, np.arange(num_rows, dtype=np.int32))
         return self.add(own, self.linear(normed, weights.fuse_token))
 
     # ---- a decoder stack, fused
