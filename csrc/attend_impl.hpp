@@ -1,5 +1,5 @@
 // Attention over a cache in 8 bits (kv_bytes.hpp), with the same dot products of bytes as the matrices: keys are read like
-// the weights of a product of a query, values like those of a product of the softmax's weights, which keep 16 bits as two
+// the weights of a product of a query, values like those of a product of the softmax's weights, which keep 15 bits as two
 // terms. Included by kernels_impl.hpp.
 #include "kv_bytes.hpp"
 
@@ -10,7 +10,9 @@ using sakiyomi::num_groups;
 using sakiyomi::key_block_bytes;
 using sakiyomi::value_block_bytes;
 
-enum { kChunkBlocks = kKeyChunk / kKeyBlock, kMaxGroups = kMaxHeadDim / kGroup, kTermSteps = 254 };
+using sakiyomi::query_bytes;
+
+enum { kChunkBlocks = kKeyChunk / kKeyBlock };
 
 // Symmetric 8-bit values of `count` numbers, padded with zeros to whole lanes; returns the scale, nan if a number is not
 // finite.
@@ -41,26 +43,33 @@ float quantize_run(const float* x, int64_t count, int8_t* out, int32_t* sum) {
 // What takes back that bytes are 128 too large; it wraps, since what rounding makes of a nan is no small number.
 inline int32_t start_for(int32_t sum) { return static_cast<int32_t>(static_cast<uint32_t>(sum) * 0xffffff80u); }
 
-template <int HEADS>
-struct ByteQueries {
-    alignas(64) int8_t values[HEADS][kMaxHeadDim];
-    float scales[HEADS][kMaxGroups];    // times the scale of the scores
-    int32_t starts[HEADS][kMaxGroups];
+// What attention reads of a query that is rounded once, however many chunks see it.
+struct RoundedQuery {
+    const int8_t* values;   // [groups][32]
+    const float* scales;    // [groups], times the scale of the scores
+    const int32_t* starts;  // [groups]
 
-    ByteQueries(const float* queries, int64_t dim, float scale) {
-        for (int h = 0; h < HEADS; ++h)
-            for (int64_t group = 0; group < num_groups(dim); ++group) {
-                const int64_t start = group * kGroup, count = min_of(kGroup, dim - start);
-                if (count < kGroup) __builtin_memset(values[h] + start, 0, kGroup);
-                scales[h][group] = scale * quantize_run(queries + h * dim + start, count, values[h] + start, &starts[h][group]);
-                starts[h][group] = start_for(starts[h][group]);
-            }
-    }
+    RoundedQuery(const void* record, int64_t dim)
+        : values(static_cast<const int8_t*>(record)),
+          scales(reinterpret_cast<const float*>(values + num_groups(dim) * kGroup)),
+          starts(reinterpret_cast<const int32_t*>(scales + num_groups(dim))) {}
 };
+
+void round_query(const float* query, int64_t dim, float scale, void* record) {
+    const RoundedQuery out(record, dim);
+    for (int64_t group = 0; group < num_groups(dim); ++group) {
+        const int64_t start = group * kGroup, count = min_of(kGroup, dim - start);
+        int8_t* values = const_cast<int8_t*>(out.values) + start;
+        if (count < kGroup) __builtin_memset(values, 0, kGroup);
+        int32_t sum;
+        const_cast<float*>(out.scales)[group] = scale * quantize_run(query + start, count, values, &sum);
+        const_cast<int32_t*>(out.starts)[group] = start_for(sum);
+    }
+}
 
 // Scores of a block of 32 positions.
 template <int HEADS>
-inline void score_bytes(const uint8_t* keys, int64_t groups, const ByteQueries<HEADS>& queries, float (*scores)[kKeyChunk],
+inline void score_bytes(const uint8_t* keys, int64_t groups, const RoundedQuery* queries, float (*scores)[kKeyChunk],
                         int64_t at) {
     Vf total[HEADS][2];
     for (int h = 0; h < HEADS; ++h) total[h][0] = total[h][1] = set1(0.0f);
@@ -68,12 +77,12 @@ inline void score_bytes(const uint8_t* keys, int64_t groups, const ByteQueries<H
         const uint8_t* side[2] = {keys + group * kKeyGroupBytes, keys + (groups + group) * kKeyGroupBytes};
         Vi sums[HEADS][2];
         for (int h = 0; h < HEADS; ++h)
-            sums[h][0] = sums[h][1] = add(start_sums(queries.values[h] + group * kGroup), set1_int(queries.starts[h][group]));
+            sums[h][0] = sums[h][1] = add(start_sums(queries[h].values + group * kGroup), set1_int(queries[h].starts[group]));
 #pragma GCC unroll 8
         for (int k = 0; k < 8; ++k) {
             const Wq low = load_weights(side[0] + k * 64), high = load_weights(side[1] + k * 64);
             for (int h = 0; h < HEADS; ++h) {
-                const Aq q = load_inputs(queries.values[h] + group * kGroup + k * 4);
+                const Aq q = load_inputs(queries[h].values + group * kGroup + k * 4);
                 sums[h][0] = dot4(sums[h][0], low, q);
                 sums[h][1] = dot4(sums[h][1], high, q);
             }
@@ -81,7 +90,7 @@ inline void score_bytes(const uint8_t* keys, int64_t groups, const ByteQueries<H
         for (int s = 0; s < 2; ++s) {
             const Vf scale = load(reinterpret_cast<const float*>(side[s] + 8 * 64));
             for (int h = 0; h < HEADS; ++h) {
-                const Vf factor = mul(scale, set1(queries.scales[h][group]));
+                const Vf factor = mul(scale, set1(queries[h].scales[group]));
                 total[h][s] = fma(to_float(sums[h][s]), factor, total[h][s]);
             }
         }
@@ -90,34 +99,45 @@ inline void score_bytes(const uint8_t* keys, int64_t groups, const ByteQueries<H
         for (int s = 0; s < 2; ++s) store(scores[h] + at + s * kLanes, total[h][s]);
 }
 
-// A head's weights over the blocks of a chunk in two terms; the second counts in steps of 1 / 254 of the first's.
+// A head's weights over the blocks of a chunk: integers of 15 bits, 256 times the first term and the second.
 struct ByteWeights {
-    alignas(64) int8_t terms[2][kKeyChunk];
-    int32_t starts[2];
+    alignas(64) int8_t terms[kChunkBlocks][2][kKeyBlock];
+    int32_t start;
     float scale;
 };
+
+// Minus infinity, infinity and minus infinity, a chunk of each.
+struct Limits {
+    float values[3 * kKeyChunk] = {};
+    constexpr Limits() {
+        for (int i = 0; i < 3 * kKeyChunk; ++i) values[i] = i / kKeyChunk == 1 ? __builtin_inff() : -__builtin_inff();
+    }
+};
+constexpr Limits kAllLimits;
+constexpr const float* kLimits = kAllLimits.values;
 
 // Blocks `begin` to `end` - 1 of a chunk, of whose positions `first` to `last` count.
 struct Seen {
     int64_t begin, end, first, last;
 
-    void fill_rest(float* x, float value) const {
-        for (int64_t i = 0; i < first; ++i) x[i] = value;
-        for (int64_t i = last + 1; i < kKeyChunk; ++i) x[i] = value;
+    bool is_whole() const { return first == begin * kKeyBlock && last == end * kKeyBlock - 1; }
+
+    // The largest that the scores from position i on may be: infinity where they count.
+    Vf limits(int64_t i) const {
+        return min(load(kLimits + kKeyChunk + i - first), load(kLimits + 2 * kKeyChunk - 1 + i - last));
     }
 };
 
-// e^x for x <= 0, to some 20 bits: a weight keeps 16.
-inline Vf exp_weight(Vf x) {
-    x = max(set1(-86.0f), x);
-    const Vi n = round_to_int(mul(x, set1(1.44269504088896341f)));
-    const Vf r = fma(to_float(n), set1(-0.693147180559945309f), x);
-    Vf y = set1(1.0f / 120.0f);
-    y = fma(y, r, set1(1.0f / 24.0f));
-    y = fma(y, r, set1(1.0f / 6.0f));
-    y = fma(y, r, set1(0.5f));
-    y = fma(y, r, set1(1.0f));
-    y = fma(y, r, set1(1.0f));
+// 2^x for x <= 0 to some 18 bits, where a weight keeps 15; what is below 2^-120 counts for that.
+inline Vf exp2_weight(Vf x) {
+    x = max(set1(-120.0f), x);
+    const Vi n = round_to_int(x);
+    const Vf f = sub(x, to_float(n));
+    Vf y = set1(0x1.3997cap-7f);
+    y = fma(y, f, set1(0x1.ca1440p-5f));
+    y = fma(y, f, set1(0x1.ec06dap-3f));
+    y = fma(y, f, set1(0x1.62e0dcp-1f));
+    y = fma(y, f, set1(0x1.ffffe8p-1f));
     return scale_by_power(y, n);
 }
 
@@ -126,68 +146,99 @@ inline void fetch_blocks(const uint8_t* blocks, int64_t block_bytes, int64_t fir
     for (int64_t at = (first + seen.begin) * block_bytes; at < (first + seen.end) * block_bytes; at += 64) prefetch(blocks + at);
 }
 
-// The softmax of one head's scores relative to their largest, times the scales of the values. What no position stands for
-// weighs next to nothing in the total, and nothing in the sums.
-inline void weigh_scores(const Seen& seen, const uint8_t* const* value_scales, float* scores, float* part, ByteWeights& weights) {
-    enum { kParts = kKeyChunk / kLanes, kBlockParts = kKeyBlock / kLanes };
-    const bool is_whole = seen.first == 0 && seen.last == kKeyChunk - 1;
-    if (!is_whole) seen.fill_rest(scores, -__builtin_inff());
-    Vf x[kParts];
-#pragma GCC unroll 8
-    for (int i = 0; i < kParts; ++i) x[i] = load(scores + i * kLanes);
-    const Vf pairs[4] = {max(x[0], x[4]), max(x[1], x[5]), max(x[2], x[6]), max(x[3], x[7])};
-    const float largest = reduce_max(max(max(pairs[0], pairs[2]), max(pairs[1], pairs[3])));
-#pragma GCC unroll 8
-    for (int i = 0; i < kParts; ++i) x[i] = exp_weight(sub(x[i], set1(largest)));
-    const Vf sums[4] = {add(x[0], x[4]), add(x[1], x[5]), add(x[2], x[6]), add(x[3], x[7])};
-    part[0] = largest;
-    part[1] = reduce_add(add(add(sums[0], sums[2]), add(sums[1], sums[3])));
-#pragma GCC unroll 8
-    for (int i = 0; i < kParts; ++i)
-        if (i / kBlockParts >= seen.begin && i / kBlockParts < seen.end)
-            x[i] = mul(x[i], load(reinterpret_cast<const float*>(value_scales[i / kBlockParts]) + i % kBlockParts * kLanes));
-    if (!is_whole) {  // unused places of a cache may hold anything
-#pragma GCC unroll 8
-        for (int i = 0; i < kParts; ++i) store(scores + i * kLanes, x[i]);
-        seen.fill_rest(scores, 0.0f);
-#pragma GCC unroll 8
-        for (int i = 0; i < kParts; ++i) x[i] = load(scores + i * kLanes);
+// The softmax of the heads' scores relative to their largest, times the scales of the values (0 where none counts). What no
+// position stands for weighs next to nothing in the total, and nothing in the sums. Each step takes all heads, whose chains of dependent
+// operations then run side by side.
+template <int HEADS>
+inline void weigh_scores(const Seen& seen, const float* const* value_scales, float (*scores)[kKeyChunk], float* part,
+                         int64_t part_step, ByteWeights* weights) {
+    enum { kMost = 127 * 256 };
+    constexpr float kLog2E = 1.44269504088896341f;
+    const int64_t begin = seen.begin * kKeyBlock, end = seen.end * kKeyBlock;
+    Vf most[HEADS], total[HEADS], flaw[HEADS], factor[HEADS];
+    if (!seen.is_whole())
+        for (int64_t i = begin; i < end; i += kLanes) {
+            const Vf limits = seen.limits(i);
+            for (int h = 0; h < HEADS; ++h) store(scores[h] + i, min(load(scores[h] + i), limits));
+        }
+    for (int h = 0; h < HEADS; ++h) {
+        most[h] = load(scores[h] + begin);
+        total[h] = set1(0.0f);
     }
-    const Vf most[4] = {max(x[0], x[4]), max(x[1], x[5]), max(x[2], x[6]), max(x[3], x[7])};
-    const float highest = reduce_max(max(max(most[0], most[2]), max(most[1], most[3])));
-    const Vf all[4] = {add(x[0], x[4]), add(x[1], x[5]), add(x[2], x[6]), add(x[3], x[7])};
-    const float flaw = 0.0f * reduce_add(add(add(all[0], all[2]), add(all[1], all[3])));  // integers know no nan
-    const bool is_zero = highest < 1e-30f;
-    const Vf inverse = set1(is_zero ? 0.0f : 127.0f / highest);
-    Vi totals[2] = {zero_int(), zero_int()};
-#pragma GCC unroll 8
-    for (int i = 0; i < kParts; ++i) {
-        const Vf wanted = mul(x[i], inverse);
-        const Vi high = round_to_int(wanted);
-        const Vi low = round_to_int(mul(sub(wanted, to_float(high)), set1(static_cast<float>(kTermSteps))));
-        store_int8(weights.terms[0] + i * kLanes, high);
-        store_int8(weights.terms[1] + i * kLanes, low);
-        totals[0] = add(totals[0], high);
-        totals[1] = add(totals[1], low);
+    for (int64_t i = begin + kLanes; i < end; i += kLanes)
+        for (int h = 0; h < HEADS; ++h) most[h] = max(most[h], load(scores[h] + i));
+    for (int h = 0; h < HEADS; ++h) {
+        part[h * part_step] = reduce_max(most[h]);
+        most[h] = set1(-kLog2E * part[h * part_step]);
     }
-    for (int term = 0; term < 2; ++term) weights.starts[term] = start_for(reduce_add(totals[term]));
-    weights.scale = (is_zero ? 0.0f : highest / (127.0f * kTermSteps)) + flaw;
+    for (int64_t b = seen.begin; b < seen.end; ++b)
+        for (int64_t i = 0; i < kKeyBlock; i += kLanes) {
+            const Vf scale = load(value_scales[b] + i);
+            for (int h = 0; h < HEADS; ++h) {
+                float* score = scores[h] + b * kKeyBlock + i;
+                const Vf weight = exp2_weight(fma(load(score), set1(kLog2E), most[h]));
+                total[h] = add(total[h], weight);
+                store(score, mul(weight, scale));
+            }
+        }
+    for (int h = 0; h < HEADS; ++h) {
+        part[h * part_step + 1] = reduce_add(total[h]);
+        most[h] = flaw[h] = set1(0.0f);
+    }
+    for (int64_t i = begin; i < end; i += kLanes)
+        for (int h = 0; h < HEADS; ++h) {
+            const Vf weight = load(scores[h] + i);
+            most[h] = max(most[h], weight);
+            flaw[h] = add(flaw[h], weight);
+        }
+    Vi sums[HEADS];
+    for (int h = 0; h < HEADS; ++h) {
+        const float highest = reduce_max(most[h]);
+        const bool is_zero = highest < 1e-30f;
+        factor[h] = set1(is_zero ? 0.0f : kMost / highest);
+        weights[h].scale = (is_zero ? 0.0f : highest / kMost) + 0.0f * reduce_add(flaw[h]);  // integers know no nan
+        sums[h] = zero_int();
+    }
+    for (int64_t b = seen.begin; b < seen.end; ++b)
+        for (int h = 0; h < HEADS; ++h) {
+            const float* x = scores[h] + b * kKeyBlock;
+            const Vi first = round_to_int(mul(load(x), factor[h])), second = round_to_int(mul(load(x + kLanes), factor[h]));
+            sums[h] = store_terms(weights[h].terms[b][0], first, second, sums[h]);
+        }
+    for (int h = 0; h < HEADS; ++h) weights[h].start = start_for(reduce_add(sums[h]));
 }
+
+// What is fetched of the next chunk while a row is computed: of its blocks of keys and of values those that `row` takes of
+// `num_rows`. Null: nothing.
+struct NextChunk {
+    const uint8_t *keys, *values;
+    int64_t key_bytes, value_bytes, row, num_rows;
+
+    void fetch_keys(int64_t block) const {
+        if (keys == nullptr || block * num_rows / kChunkBlocks != row) return;
+        for (int64_t line = 0; line < key_bytes; line += 64) prefetch_far(keys + block * key_bytes + line);
+    }
+    void fetch_values(int64_t block) const {
+        if (keys == nullptr || (2 * block + 1) * num_rows / (2 * kChunkBlocks) != row) return;
+        for (int64_t line = 0; line < value_bytes; line += 64) prefetch_far(values + block * value_bytes + line);
+    }
+};
 
 // The weighted sums of PARTS vectors of the values.
 template <int HEADS, int PARTS>
 inline void sum_bytes(const Seen& seen, const uint8_t* const* values, int64_t offset, const ByteWeights* weights, float* part,
-                      int64_t part_step) {
+                      int64_t part_step, const NextChunk& next) {
     Vi sums[HEADS][2][PARTS];
     for (int h = 0; h < HEADS; ++h)
         for (int term = 0; term < 2; ++term)
-            for (int p = 0; p < PARTS; ++p) sums[h][term][p] = set1_int(weights[h].starts[term]);
+            for (int p = 0; p < PARTS; ++p) sums[h][term][p] = zero_int();
     for (int64_t b = seen.begin; b < seen.end; ++b) {
         for (int h = 0; h < HEADS; ++h)
             for (int term = 0; term < 2; ++term) {
-                const Vi start = start_sums(weights[h].terms[term] + b * kKeyBlock);
+                const Vi start = start_sums(weights[h].terms[b][term]);
                 for (int p = 0; p < PARTS; ++p) sums[h][term][p] = add(sums[h][term][p], start);
             }
+        if (offset == 0) next.fetch_values(b);
         const uint8_t* block = values[b] + offset * kKeyBlock;
 #pragma GCC unroll 8
         for (int k = 0; k < 8; ++k) {
@@ -195,28 +246,31 @@ inline void sum_bytes(const Seen& seen, const uint8_t* const* values, int64_t of
             for (int p = 0; p < PARTS; ++p) w[p] = load_weights(block + p * kKeyBlock * kLanes + k * 64);
             for (int h = 0; h < HEADS; ++h)
                 for (int term = 0; term < 2; ++term) {
-                    const Aq a = load_inputs(weights[h].terms[term] + b * kKeyBlock + k * 4);
+                    const Aq a = load_inputs(weights[h].terms[b][term] + k * 4);
                     for (int p = 0; p < PARTS; ++p) sums[h][term][p] = dot4(sums[h][term][p], w[p], a);
                 }
         }
     }
     for (int h = 0; h < HEADS; ++h)
         for (int p = 0; p < PARTS; ++p) {
-            const Vf both = fma(to_float(sums[h][0][p]), set1(static_cast<float>(kTermSteps)), to_float(sums[h][1][p]));
-            store(part + h * part_step + kPartHeader + offset + p * kLanes, mul(both, set1(weights[h].scale)));
+            const Vi both = add(add(times_256(sums[h][0][p]), sums[h][1][p]), set1_int(weights[h].start));
+            store(part + h * part_step + kPartHeader + offset + p * kLanes, mul(to_float(both), set1(weights[h].scale)));
         }
 }
 
 template <int HEADS>
-inline void sum_heads(const Seen& seen, const uint8_t* const* values, int64_t dim, const ByteWeights* weights, float* part) {
+inline void sum_heads(const Seen& seen, const uint8_t* const* values, int64_t dim, const ByteWeights* weights, float* part,
+                      const NextChunk& next) {
     int64_t offset = 0;
     for (; offset + 4 * kLanes <= dim; offset += 4 * kLanes)
-        sum_bytes<HEADS, 4>(seen, values, offset, weights, part, part_floats(dim));
-    for (; offset < dim; offset += kLanes) sum_bytes<HEADS, 1>(seen, values, offset, weights, part, part_floats(dim));
+        sum_bytes<HEADS, 4>(seen, values, offset, weights, part, part_floats(dim), next);
+    for (; offset < dim; offset += kLanes) sum_bytes<HEADS, 1>(seen, values, offset, weights, part, part_floats(dim), next);
 }
 
 template <int HEADS>
-void attend_bytes_row(const AttendJob& job, const AttendRow& row, bool is_first) {
+void attend_bytes_row(const AttendJob& job, int64_t row_index) {
+    const AttendRow& row = job.rows[row_index];
+    const bool is_first = row_index == 0;
     const int64_t dim = job.head_dim, key_bytes = key_block_bytes(dim), value_bytes = value_block_bytes(dim);
     const int64_t first = max_of(row.first - job.begin, 0), last = min_of(row.last - job.begin, kKeyChunk - 1);
     if (first > last) {
@@ -227,7 +281,9 @@ void attend_bytes_row(const AttendJob& job, const AttendRow& row, bool is_first)
     const uint8_t* all_keys = static_cast<const uint8_t*>(job.keys);
     const uint8_t* all_values = static_cast<const uint8_t*>(job.values);
     alignas(64) uint8_t own[kChunkBlocks * (key_block_bytes(kMaxHeadDim) + value_block_bytes(kMaxHeadDim))];
-    const uint8_t *keys[kChunkBlocks], *values[kChunkBlocks], *value_scales[kChunkBlocks] = {};
+    alignas(64) float edge_scales[kChunkBlocks][kKeyBlock];
+    const uint8_t *keys[kChunkBlocks], *values[kChunkBlocks];
+    const float* value_scales[kChunkBlocks] = {};
     for (int64_t b = seen.begin; b < seen.end; ++b) {
         const int64_t start = job.begin + b * kKeyBlock, end = min_of(row.last, start + kKeyBlock - 1);
         keys[b] = all_keys + start / kKeyBlock * key_bytes;
@@ -246,30 +302,43 @@ void attend_bytes_row(const AttendJob& job, const AttendRow& row, bool is_first)
             keys[b] = own_keys;
             values[b] = own_values;
         }
-        value_scales[b] = values[b] + value_bytes - kKeyBlock * 4;
+        value_scales[b] = reinterpret_cast<const float*>(values[b] + value_bytes - kKeyBlock * 4);
+        const int64_t low = max_of(first - b * kKeyBlock, 0), high = min_of(last - b * kKeyBlock, kKeyBlock - 1);
+        if (low > 0 || high < kKeyBlock - 1) {  // unused places of a cache may hold anything
+            __builtin_memset(edge_scales[b], 0, sizeof edge_scales[b]);
+            __builtin_memcpy(edge_scales[b] + low, value_scales[b] + low, static_cast<size_t>(high - low + 1) * sizeof(float));
+            value_scales[b] = edge_scales[b];
+        }
     }
     if (is_first) fetch_blocks(all_keys, key_bytes, job.begin / kKeyBlock, seen);
-    const ByteQueries<HEADS> queries(row.queries, dim, job.scale);
+    const auto query = [&](int h) { return RoundedQuery(static_cast<const int8_t*>(row.queries) + h * query_bytes(dim), dim); };
+    const RoundedQuery queries[4] = {query(0), query(HEADS > 1 ? 1 : 0), query(HEADS > 2 ? 2 : 0), query(HEADS > 3 ? 3 : 0)};
     alignas(64) float scores[HEADS][kKeyChunk];
-    for (int64_t b = seen.begin; b < seen.end; ++b)
+    const int64_t after = job.begin / kKeyBlock + kChunkBlocks;
+    const bool has_next = row.last >= job.begin + kKeyChunk;
+    const NextChunk next{has_next ? all_keys + after * key_bytes : nullptr, all_values + after * value_bytes, key_bytes, value_bytes,
+                         row_index, job.num_rows};
+    for (int64_t b = seen.begin; b < seen.end; ++b) {
+        next.fetch_keys(b);
         score_bytes<HEADS>(keys[b], num_groups(dim), queries, scores, b * kKeyBlock);
+    }
     if (is_first) fetch_blocks(all_values, value_bytes, job.begin / kKeyBlock, seen);
     ByteWeights weights[HEADS];
-    for (int h = 0; h < HEADS; ++h) weigh_scores(seen, value_scales, scores[h], row.part + h * part_floats(dim), weights[h]);
+    weigh_scores<HEADS>(seen, value_scales, scores, row.part, part_floats(dim), weights);
     if constexpr (HEADS == 4) {  // their sums would not fit the registers
-        sum_heads<2>(seen, values, dim, weights, row.part);
-        sum_heads<2>(seen, values, dim, weights + 2, row.part + 2 * part_floats(dim));
+        sum_heads<2>(seen, values, dim, weights, row.part, next);
+        sum_heads<2>(seen, values, dim, weights + 2, row.part + 2 * part_floats(dim), {});
     } else {
-        sum_heads<HEADS>(seen, values, dim, weights, row.part);
+        sum_heads<HEADS>(seen, values, dim, weights, row.part, next);
     }
 }
 
 void attend_bytes(const AttendJob* job) {
     for (int64_t r = 0; r < job->num_rows; ++r) switch (job->num_heads) {
-            case 1: attend_bytes_row<1>(*job, job->rows[r], r == 0); break;
-            case 2: attend_bytes_row<2>(*job, job->rows[r], r == 0); break;
-            case 3: attend_bytes_row<3>(*job, job->rows[r], r == 0); break;
-            default: attend_bytes_row<4>(*job, job->rows[r], r == 0); break;
+            case 1: attend_bytes_row<1>(*job, r); break;
+            case 2: attend_bytes_row<2>(*job, r); break;
+            case 3: attend_bytes_row<3>(*job, r); break;
+            default: attend_bytes_row<4>(*job, r); break;
         }
 }
 

@@ -117,9 +117,11 @@ struct Attention {
     std::int64_t output_stride;
     std::int64_t rows_per_item = 1, heads_per_item = 1;
     bool is_split = false;
+    std::uint8_t* rounded = nullptr;  // [row][head][query_bytes], of caches in bytes
     float* parts = nullptr;  // [group][chunk][row][head][part_floats], where split
     std::vector<RowRun> runs = {};
     std::vector<std::int64_t> first_chunks = {};  // [run + 1]: chunks of the runs before it
+    std::vector<std::int64_t> run_blocks = {};    // [run]: blocks of positions
     std::unique_ptr<std::atomic<std::int64_t>[]> num_done = {};  // [group]: chunks of all layers so far
 
     // lengths[sequence]: cached positions. How many rows of a sequence and heads that share keys go together: reading a
@@ -129,9 +131,7 @@ struct Attention {
         for (rows_per_item = kAttendRows; rows_per_item >= 1; rows_per_item /= 2) {
             cut_runs(lengths);
             for (heads_per_item = heads.group() < 4 ? heads.group() : 4; heads_per_item >= 1; --heads_per_item) {
-                const std::int64_t items = first_chunks.back() * heads.num_kv_heads * items_per_group();
-                const std::int64_t share = (items + num_threads - 1) / num_threads;
-                const std::int64_t cost = share * (kernels->attend_setup + 2 * heads_per_item * largest_run());
+                const std::int64_t cost = estimate_cost(num_threads);
                 if (cost >= best) continue;
                 best = cost;
                 best_rows = rows_per_item;
@@ -141,7 +141,7 @@ struct Attention {
         rows_per_item = best_rows;
         heads_per_item = best_heads;
         cut_runs(lengths);
-        is_split = num_threads > 1 && num_groups() < 8 * num_threads && first_chunks.back() > num_runs();
+        is_split = splits(num_threads);
         if (!is_split) return;
         num_done.reset(new std::atomic<std::int64_t>[static_cast<std::size_t>(num_groups())]);
         for (std::int64_t group = 0; group < num_groups(); ++group) num_done[static_cast<std::size_t>(group)] = 0;
@@ -151,6 +151,14 @@ struct Attention {
     std::int64_t num_groups() const { return num_runs() * heads.num_kv_heads * items_per_group(); }
     std::int64_t num_items() const {
         return (is_split ? first_chunks.back() : num_runs()) * heads.num_kv_heads * items_per_group();
+    }
+    // Bytes of `rounded`.
+    std::int64_t rounded_bytes() const {
+        return is_bytes ? static_cast<std::int64_t>(plan->rows.size()) * heads.num_heads * query_bytes(heads.head_dim) : 0;
+    }
+    // To be done for all rows and heads before the first item, where the cache is in bytes.
+    void round_query(std::int64_t row, std::int64_t head) const {
+        kernels->round_query(queries + row * query_stride + head * heads.head_dim, heads.head_dim, scale, rounded_at(row, head));
     }
     // Bytes of `parts`.
     std::int64_t parts_bytes() const { return is_split ? num_items() * part_stride() * 4 : 0; }
@@ -179,6 +187,15 @@ struct Attention {
         }
     };
 
+    std::uint8_t* rounded_at(std::int64_t row, std::int64_t head) const {
+        return rounded + (row * heads.num_heads + head) * query_bytes(heads.head_dim);
+    }
+
+    const void* queries_of(std::int64_t row, std::int64_t head) const {
+        if (is_bytes) return rounded_at(row, head);
+        return queries + row * query_stride + head * heads.head_dim;
+    }
+
     std::int64_t part_stride() const { return rows_per_item * heads_per_item * part_floats(heads.head_dim); }
 
     void describe_group(std::int64_t run, std::int64_t part, const KeyRows* views, std::int64_t window, Group& group) const {
@@ -192,7 +209,7 @@ struct Attention {
             const std::int64_t row = group.run.first + i;
             const RowView& view = plan->rows[static_cast<std::size_t>(row)];
             const std::int64_t position = cache.length + view.num_own - 1;
-            group.rows[i] = {queries + row * query_stride + group.first_head * heads.head_dim, nullptr,
+            group.rows[i] = {queries_of(row, group.first_head), nullptr,
                              view.chain < 0 ? nullptr : plan->chains.data() + view.chain,
                              window > 0 && position >= window ? position - window + 1 : 0, position};
         }
@@ -273,6 +290,7 @@ struct Attention {
     // Runs of rows of one sequence, of nearly equal length.
     void cut_runs(const std::vector<std::int64_t>& lengths) {
         runs.clear();
+        run_blocks.clear();
         first_chunks.assign(1, 0);
         const std::int64_t num_rows = static_cast<std::int64_t>(plan->rows.size());
         for (std::int64_t begin = 0, end; begin < num_rows; begin = end) {
@@ -291,13 +309,28 @@ struct Attention {
         for (std::int64_t row = run.first; row < run.first + run.count; ++row)
             most = std::max(most, length + plan->rows[static_cast<std::size_t>(row)].num_own);
         runs.push_back(run);
+        run_blocks.push_back((most + kKeyBlock - 1) / kKeyBlock);
         first_chunks.push_back(first_chunks.back() + (most + kKeyChunk - 1) / kKeyChunk);
     }
 
-    std::int64_t largest_run() const {
-        std::int64_t most = 1;
-        for (const RowRun& run : runs) most = run.count > most ? run.count : most;
-        return most;
+    bool splits(int num_threads) const {
+        return num_threads > 1 && num_groups() < 8 * num_threads && first_chunks.back() > num_runs();
+    }
+
+    // The time of all threads at most, where each takes an item whenever it is done with one (Graham, 1969): all work, and
+    // the largest item for every thread but one.
+    std::int64_t estimate_cost(int num_threads) const {
+        constexpr std::int64_t kChunkBlocks = kKeyChunk / kKeyBlock;
+        const bool is_by_chunk = splits(num_threads);
+        std::int64_t all = 0, largest = 0;
+        for (std::size_t run = 0; run < runs.size(); ++run) {
+            const std::int64_t chunks = first_chunks[run + 1] - first_chunks[run];
+            const std::int64_t block_cost = 2 * heads_per_item * runs[run].count, chunk_cost = kChunkBlocks * kernels->attend_setup;
+            const std::int64_t whole = chunks * chunk_cost + run_blocks[run] * block_cost;
+            all += whole;
+            largest = std::max(largest, is_by_chunk ? chunk_cost + std::min(run_blocks[run], kChunkBlocks) * block_cost : whole);
+        }
+        return all * heads.num_kv_heads * items_per_group() + largest * (num_threads - 1);
     }
 };
 

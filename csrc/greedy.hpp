@@ -8,6 +8,7 @@
 
 #include "arrays.hpp"
 #include "choose.hpp"
+#include "parallel.hpp"
 
 namespace sakiyomi {
 
@@ -63,6 +64,20 @@ class GreedyTree {
         keep_best(frontier, width, lowest);
     }
 
+    // The whole tree, where nodes of one depth have the same candidates: at(depth) is a `Ranking` of them, empty where logits
+    // are damaged. Returns false at such a one.
+    template <class At>
+    bool grow_by_depth(std::int64_t width, double lowest, const std::int64_t* vocabulary, At&& at) {
+        for (std::size_t depth = 0; !frontier.empty(); ++depth) {
+            const Ranking& ranking = at(depth);
+            if (ranking.ids.empty()) return false;
+            const std::size_t first = nodes.size();
+            for (const std::int64_t parent : frontier) add_ranked(parent, ranking, vocabulary);
+            go_on(first, width, lowest);
+        }
+        return true;
+    }
+
     // The nodes that are drafted, in order; with a node its parent is among them.
     std::vector<std::int64_t> select(double lowest) const {
         std::vector<std::int64_t> chosen(nodes.size());
@@ -114,6 +129,28 @@ inline std::vector<GreedyTree> start_trees(std::int64_t count, const std::vector
         trees[i].frontier = {GreedyTree::kRoot};
     }
     return trees;
+}
+
+// What `GreedyTree::give` gives of each, or None where logits are damaged.
+inline nb::list give_all(const std::vector<GreedyTree>& trees, const std::vector<char>& is_sound, double lowest) {
+    nb::list drafts;
+    for (std::size_t i = 0; i < trees.size(); ++i) drafts.append(is_sound[i] ? trees[i].give(lowest) : nb::object(nb::none()));
+    return drafts;
+}
+
+// `rank_sharp` of some rows by several threads; empty where logits are damaged.
+inline std::vector<Ranking> rank_rows(const std::vector<float*>& rows, std::int64_t num_ids, float sharpness, std::int64_t width,
+                                      int num_threads) {
+    std::vector<Ranking> rankings(rows.size());
+    const std::int64_t num_rows = static_cast<std::int64_t>(rows.size());
+    Pool::Lease lease(threads_for(num_threads, num_rows * num_ids * 8));
+    lease.run([&](Team& team, int rank) {
+        team.share(rank, num_rows, [&](std::int64_t row) {
+            Ranking& ranking = rankings[static_cast<std::size_t>(row)];
+            if (!rank_sharp(rows[static_cast<std::size_t>(row)], num_ids, sharpness, width, &ranking)) ranking.ids.clear();
+        });
+    });
+    return rankings;
 }
 
 // The ids, ascending, that columns of logits stand for.

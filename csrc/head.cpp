@@ -2,8 +2,8 @@
 //
 // The inputs of a quantized head are two terms of 8 bits. The first alone tells an output up to what the second can add,
 // which is at most the product of the lengths of both vectors (Cauchy and Schwarz). So the first runs over all outputs;
-// both run over the share of outputs that seems to hold the largest, and then over those few shares that may hold a larger
-// one. They do so by the same routines in the same order as `linear`: these are the very bits of the logits. Rounding a
+// both run over the share of outputs that seems to hold the largest, and then over those few blocks of outputs that may
+// hold a larger one. They do so by the same routines in the same order as `linear`: these are the very bits of the logits. Rounding a
 // sum keeps order, hence what is below a bound exactly is so in its bits.
 #include <algorithm>
 #include <cmath>
@@ -193,6 +193,7 @@ struct Search {
     LinearJob job;
     std::vector<float> lengths;  // of the rows' second terms; below 0: a row that must be left out
     std::vector<float> maxima;   // [share][row], of the first term
+    std::vector<float> block_maxima;  // [share][row][block]
     std::vector<std::int64_t> peak_shares;
     std::vector<float> surely;   // a logit of each row
     std::vector<Desk> desks;
@@ -212,6 +213,7 @@ struct Search {
         run_share_job(kernel, weight, here);
         float* largest = maxima.data() + share * num_rows;
         const bool has_nan = kernel.scan_blocks(desk.sums, num_rows, largest);
+        kernel.scan_lanes(desk.sums, num_rows * kShareBlocks, block_maxima.data() + share * num_rows * kShareBlocks);
         for (std::int64_t row = 0; row < num_rows; ++row) {
             desk.at(row).see_peak(largest[row], share);
             if (has_nan) desk.at(row).has_nan |= !is_within(desk.sums + row * kShareOutputs, width, kInfinity);
@@ -225,27 +227,38 @@ struct Search {
         for (const Desk& one : desks) all.see_peak(one.at(row).peak, one.at(row).peak_share);
         peak_shares[static_cast<std::size_t>(row)] = all.peak_share;
         desk.chosen.assign(1, static_cast<std::int32_t>(row));
-        decide_chosen(all.peak_share, desk);
+        const std::int64_t width = outputs_of_share(job_of_share(job, all.peak_share, nullptr));
+        decide_chosen(all.peak_share * kShareBlocks, width, desk);
         float largest = desk.sums[0];
-        for (std::int64_t i = 1; i < outputs_of_share(job_of_share(job, all.peak_share, nullptr)); ++i)
+        for (std::int64_t i = 1; i < width; ++i)
             largest = desk.sums[i] > largest ? desk.sums[i] : largest;
         surely[static_cast<std::size_t>(row)] = largest;
     }
 
-    // A share, for the rows whose largest logit it may hold.
+    // The blocks of a share, each for the rows whose largest logit it may hold.
     void decide_share(std::int64_t share, Desk& desk) {
-        desk.chosen.clear();
         const float* largest = maxima.data() + share * num_rows;
-        for (std::int64_t row = 0; row < num_rows; ++row) {
-            const std::size_t at = static_cast<std::size_t>(row);
-            if (is_left_out(row) || largest[row] + bound(row, share) < surely[at] || share == peak_shares[at]) continue;
-            desk.chosen.push_back(static_cast<std::int32_t>(row));
+        bool is_needed = false;
+        for (std::int64_t row = 0; row < num_rows; ++row) is_needed |= may_hold(row, share, largest[row]);
+        if (!is_needed) return;
+        const std::int64_t first = share * kShareBlocks, end = std::min(first + kShareBlocks, weight.num_blocks());
+        for (std::int64_t block = first; block < end; ++block) {
+            desk.chosen.clear();
+            for (std::int64_t row = 0; row < num_rows; ++row)
+                if (may_hold(row, share, block_maxima[static_cast<std::size_t>((share * num_rows + row) * kShareBlocks + block - first)]))
+                    desk.chosen.push_back(static_cast<std::int32_t>(row));
+            if (!desk.chosen.empty()) decide_chosen(block, std::min<std::int64_t>(kLanes, job.num_outputs - block * kLanes), desk);
         }
-        if (!desk.chosen.empty()) decide_chosen(share, desk);
     }
 
-    // Both terms over a share, for the rows chosen.
-    void decide_chosen(std::int64_t share, Desk& desk) {
+    // Whether the largest logit may be among outputs of a share whose first terms are at most `largest`.
+    bool may_hold(std::int64_t row, std::int64_t share, float largest) const {
+        const std::size_t at = static_cast<std::size_t>(row);
+        return !is_left_out(row) && !(largest + bound(row, share) < surely[at]) && share != peak_shares[at];
+    }
+
+    // Both terms over `width` outputs from a block on, for the rows chosen.
+    void decide_chosen(std::int64_t block, std::int64_t width, Desk& desk) {
         const std::int64_t count = static_cast<std::int64_t>(desk.chosen.size());
         LinearJob needed = job;
         const std::uint8_t* second = rest.bytes;
@@ -256,10 +269,11 @@ struct Search {
             needed.inputs = desk.first;
             second = desk.rest;
         }
-        add_both_terms(kernel, weight, needed, second, share, desk.sums);
-        const std::int64_t width = outputs_of_share(job_of_share(job, share, nullptr));
+        needed.weights += block * needed.block_bytes;
+        needed.num_outputs = width;
+        add_both_terms(kernel, weight, needed, second, 0, desk.sums);
         for (std::int64_t i = 0; i < count; ++i)
-            desk.at(desk.chosen[static_cast<std::size_t>(i)]).see(desk.sums + i * kShareOutputs, width, share * kShareOutputs);
+            desk.at(desk.chosen[static_cast<std::size_t>(i)]).see(desk.sums + i * kShareOutputs, width, block * kLanes);
         desk.num_decided += count;
     }
 
@@ -273,7 +287,7 @@ struct Search {
 };
 
 // ids [R]: the lowest id of the largest logit of each row of x, normed first; -1 where a row has none or may hold a nan,
-// which only its logits can tell. Returns how many pairs of a row and a share were computed with both terms. `bounds`
+// which only its logits can tell. Returns how many pairs of a row and a share or block were computed with both terms. `bounds`
 // [R, shares], if given, gets what the second term adds at most.
 std::int64_t best_ids(Matrix x, const PackedWeight& weight, In<float, nb::ndim<1>> norm, float eps,
                       Out<std::int64_t, nb::ndim<1>> ids, int num_threads, std::optional<Out<float, nb::ndim<2>>> bounds) {
@@ -310,8 +324,9 @@ std::int64_t best_ids(Matrix x, const PackedWeight& weight, In<float, nb::ndim<1
     const void* inputs = is_quantized ? static_cast<const void*>(first.bytes) : normed;
     Search search{kernel, weight, new_norms ? new_norms.get() : weight.share_norms.get(), num_rows, first, rest,
                   linear_job(weight, inputs, width * 4, num_rows, nullptr, nullptr, nullptr, 0),
-                  std::vector<float>(rows_size), {}, std::vector<std::int64_t>(rows_size), std::vector<float>(rows_size), {}};
+                  std::vector<float>(rows_size), {}, {}, std::vector<std::int64_t>(rows_size), std::vector<float>(rows_size), {}};
     if (is_quantized) search.maxima.resize(rows_size * static_cast<std::size_t>(num_shares));
+    if (is_quantized) search.block_maxima.resize(search.maxima.size() * kShareBlocks);
     for (int rank = 0; rank < team_size; ++rank) {
         std::uint8_t* own = of_ranks + rank * rank_bytes;
         search.desks.push_back({reinterpret_cast<float*>(own), own + sums_bytes, own + sums_bytes + term_bytes,

@@ -55,7 +55,7 @@ struct LinearJob {
 // A part [head][part_floats] holds the largest score, the total of the weights relative to it, and behind the header the
 // sums of weighted values; a row that sees nothing of the chunk gets a largest score of minus infinity.
 struct AttendRow {
-    const float* queries;  // head h at queries + h * head_dim
+    const void* queries;   // head h at floats + h * head_dim, or rounded ones (round_query) at bytes + h * query_bytes
     float* part;
     const int32_t* chain;  // or null: row p everywhere
     int64_t first, last;   // positions seen, both included
@@ -71,7 +71,7 @@ struct AttendJob {
     int64_t key_stride;    // of floats: elements from row to row; bytes lie in blocks (kv_bytes.hpp)
     int64_t length;
     int64_t begin;
-    float scale;
+    float scale;           // of the scores of floats
 };
 
 // A cache in 8 bits (kv_bytes.hpp).
@@ -81,6 +81,9 @@ constexpr int64_t key_block_bytes(int64_t head_dim) { return kKeyBlock / kLanes 
 constexpr int64_t value_block_bytes(int64_t head_dim) {
     return ((head_dim + kLanes - 1) / kLanes * kLanes + 4) * kKeyBlock;
 }
+
+// A rounded query: int8 values [groups][32], for each group a scale, and for each what sums start from.
+constexpr int64_t query_bytes(int64_t head_dim) { return (num_groups(head_dim) * (kGroup + 8) + 63) / 64 * 64; }
 
 inline int64_t part_floats(int64_t head_dim) { return kPartHeader + (head_dim + kLanes - 1) / kLanes * kLanes; }
 
@@ -104,6 +107,7 @@ struct Kernels {
     void (*from_half)(const uint16_t* x, int64_t count, float* out);  // whole lanes
     // Symmetric 8-bit values of a run of numbers, padded to whole lanes; returns their scale.
     float (*quantize_run)(const float* x, int64_t count, int8_t* out, int32_t* sum);
+    void (*round_query)(const float* query, int64_t head_dim, float scale, void* record);
     void (*attend_bytes)(const AttendJob* job);
     void (*attend_float)(const AttendJob* job);
     // Joins a part with what the parts before it gave, in the same form; the order of the parts decides the bits.
@@ -112,6 +116,7 @@ struct Kernels {
     void (*silu_mul)(const float* gate, const float* up, int64_t count, float* out);
     void (*add)(const float* x, const float* y, int64_t count, float* out);
     int64_t (*argmax)(const float* x, int64_t count);
+    void (*scan_lanes)(const float* x, int64_t count, float* maxima);  // the largest of each kLanes
     // What choosing a token does with rows of logits, in blocks of kChooseBlock (choose_impl.hpp).
     // The largest of each block; returns whether there is a nan.
     bool (*scan_blocks)(const float* x, int64_t num_blocks, float* maxima);

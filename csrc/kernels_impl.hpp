@@ -50,18 +50,21 @@ inline __attribute__((always_inline)) void dot_group(const uint8_t* weights, int
                                                      Vi (*sums)[BLOCKS]) {
     for (int r = 0; r < ROWS; ++r)
         for (int b = 0; b < BLOCKS; ++b)
-            sums[r][b] = STORAGE == Storage::kNibbles ? zero_int() : start_sums(values + r * kGroup);
+            sums[r][b] = STORAGE == Storage::kNibbles ? fresh_zero() : start_sums(values + r * kGroup);
     Wq w[BLOCKS];
     if (STORAGE == Storage::kNibbles) {
 #pragma GCC unroll 4
         for (int k = 0; k < 4; ++k) {
-            for (int b = 0; b < BLOCKS; ++b) w[b] = load_high(weights + b * block_bytes + k * 4 * kLanes);
+            for (int b = 0; b < BLOCKS; ++b) {
+                const uint8_t* four = weights + b * block_bytes + k * 4 * kLanes;
+                w[b] = ROWS < kShiftedRows ? load_high(four) : load_shifted(four);
+            }
             for (int r = 0; r < ROWS; ++r) {
                 const Aq a = load_inputs(values + r * kGroup + (k + 4) * 4);
                 for (int b = 0; b < BLOCKS; ++b) sums[r][b] = dot4(sums[r][b], w[b], a);
             }
         }
-        for (int r = 0; r < ROWS; ++r)
+        for (int r = 0; r < ROWS && ROWS < kShiftedRows; ++r)
             for (int b = 0; b < BLOCKS; ++b) sums[r][b] = shift_high(sums[r][b]);
 #pragma GCC unroll 4
         for (int k = 0; k < 4; ++k) {
@@ -115,34 +118,52 @@ inline void fetch_ahead(Ahead& ahead, int64_t block_bytes) {
     ahead.next += kBytes;
 }
 
-// totals [ROWS][BLOCKS][16] is memory, so that the integer sums may have the registers.
+// The totals of a tile: in registers where they fit beside the integer sums, else in memory, so that those have the registers.
+template <int ROWS, int BLOCKS, bool ARE_HELD>
+struct Totals {
+    Vf values[ROWS][BLOCKS];
+    explicit Totals(float*) {}
+    Vf get(int r, int b) const { return values[r][b]; }
+    void set(int r, int b, Vf value) { values[r][b] = value; }
+};
+
+template <int ROWS, int BLOCKS>
+struct Totals<ROWS, BLOCKS, false> {
+    float* values;  // [ROWS][BLOCKS][16]
+    explicit Totals(float* room) : values(room) {}
+    Vf get(int r, int b) const { return load(values + (r * BLOCKS + b) * kLanes); }
+    void set(int r, int b, Vf value) { store(values + (r * BLOCKS + b) * kLanes, value); }
+};
+
 template <Storage STORAGE, int ROWS, int BLOCKS>
-__attribute__((noinline)) void quantized_tile(const LinearJob& job, int64_t row, int64_t block,
-                                              float* totals, Ahead ahead) {
+__attribute__((noinline)) void quantized_tile(const LinearJob& job, int64_t row, int64_t block, float* room, Ahead ahead) {
     const int64_t num_groups = job.num_inputs / kGroup, input_bytes = input_group_bytes(job.num_rows);
-    const uint8_t* weights = job.weights + block * job.block_bytes;
+    const int64_t num_rows = job.num_rows, block_bytes = job.block_bytes;  // stores must not make the loop read them again
+    const uint8_t* weights = job.weights + block * block_bytes;
     const uint8_t* group_inputs = job.inputs;
-    for (int i = 0; i < ROWS * BLOCKS; ++i) store(totals + i * kLanes, set1(0.0f));
+    Totals<ROWS, BLOCKS, ROWS * BLOCKS <= kHeldTotals> totals(room);
+    for (int r = 0; r < ROWS; ++r)
+        for (int b = 0; b < BLOCKS; ++b) totals.set(r, b, set1(0.0f));
     for (int64_t group = 0; group < num_groups; ++group) {
-        fetch_ahead<STORAGE, BLOCKS>(ahead, job.block_bytes);
+        fetch_ahead<STORAGE, BLOCKS>(ahead, block_bytes);
         Vi sums[ROWS][BLOCKS];
-        dot_group<STORAGE, ROWS, BLOCKS>(weights, job.block_bytes,
+        dot_group<STORAGE, ROWS, BLOCKS>(weights, block_bytes,
                                          reinterpret_cast<const int8_t*>(group_inputs) + row * kGroup, sums);
-        const float* scales = reinterpret_cast<const float*>(group_inputs + job.num_rows * kGroup) + row;
-        const float* scaled_sums = scales + job.num_rows;
+        const float* scales = reinterpret_cast<const float*>(group_inputs + num_rows * kGroup) + row;
+        const float* scaled_sums = scales + num_rows;
+#pragma GCC unroll 4
         for (int b = 0; b < BLOCKS; ++b) {
-            const uint16_t* halves = reinterpret_cast<const uint16_t*>(weights + b * job.block_bytes + value_bytes(STORAGE));
+            const uint16_t* halves = reinterpret_cast<const uint16_t*>(weights + b * block_bytes + value_bytes(STORAGE));
             const Vf scale = load(halves), low = load(halves + kLanes);
-            for (int r = 0; r < ROWS; ++r) {
-                float* total = totals + (r * BLOCKS + b) * kLanes;
-                store(total, add_group(load(total), to_float(sums[r][b]), scale, low, scales + r, scaled_sums + r));
-            }
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; ++r)
+                totals.set(r, b, add_group(totals.get(r, b), to_float(sums[r][b]), scale, low, scales + r, scaled_sums + r));
         }
         weights += group_bytes(STORAGE);
         group_inputs += input_bytes;
     }
     for (int r = 0; r < ROWS; ++r)
-        for (int b = 0; b < BLOCKS; ++b) store_outputs(job, row + r, block + b, load(totals + (r * BLOCKS + b) * kLanes));
+        for (int b = 0; b < BLOCKS; ++b) store_outputs(job, row + r, block + b, totals.get(r, b));
 }
 
 template <Storage STORAGE, int ROWS>
@@ -277,35 +298,52 @@ void linear_dense(const LinearJob* job, int64_t first_block, int64_t last_block)
 // ---------------------------------------------------------------------------------------------- rows
 
 // Symmetric 8-bit values in groups of 32: scale = largest magnitude / 127.
+void quantize_group(const float* x, uint8_t* out, int64_t row, int64_t num_rows) {
+    const Vf x0 = load(x), x1 = load(x + kLanes);
+    const float largest = reduce_max(max(abs(x0), abs(x1)));
+    const bool is_zero = largest < 1e-30f;  // below this 127 / largest could overflow
+    const float scale = is_zero ? 0.0f : largest / 127.0f, inverse = is_zero ? 0.0f : 127.0f / largest;
+    const Vi v0 = round_to_int(mul(x0, set1(inverse))), v1 = round_to_int(mul(x1, set1(inverse)));
+    int8_t* values = reinterpret_cast<int8_t*>(out) + row * kGroup;
+    store_int8(values, v0);
+    store_int8(values + kLanes, v1);
+    float* scales = reinterpret_cast<float*>(out + num_rows * kGroup) + row;
+    scales[0] = scale;
+    scales[num_rows] = scale * static_cast<float>(reduce_add(add(v0, v1)));
+}
+
 void quantize(const float* x, int64_t num_groups, uint8_t* out, int64_t row, int64_t num_rows) {
     const int64_t step = input_group_bytes(num_rows);
-    for (int64_t group = 0; group < num_groups; ++group, x += kGroup, out += step) {
-        const Vf x0 = load(x), x1 = load(x + kLanes);
-        const float largest = reduce_max(max(abs(x0), abs(x1)));
-        const bool is_zero = largest < 1e-30f;  // below this 127 / largest could overflow
-        const float scale = is_zero ? 0.0f : largest / 127.0f, inverse = is_zero ? 0.0f : 127.0f / largest;
-        const Vi v0 = round_to_int(mul(x0, set1(inverse))), v1 = round_to_int(mul(x1, set1(inverse)));
-        int8_t* values = reinterpret_cast<int8_t*>(out) + row * kGroup;
-        store_int8(values, v0);
-        store_int8(values + kLanes, v1);
-        float* scales = reinterpret_cast<float*>(out + num_rows * kGroup) + row;
-        scales[0] = scale;
-        scales[num_rows] = scale * static_cast<float>(reduce_add(add(v0, v1)));
+    int64_t group = 0;
+#ifdef SAKIYOMI_HAS_FOUR_GROUPS
+    for (; group < num_groups; group += 4) {
+        const float* numbers[4];
+        int8_t* values[4];
+        float* scales[4];
+        for (int i = 0; i < 4; ++i) {
+            const int64_t at = min_of(group + i, num_groups - 1);  // the last one again, where four are not left
+            uint8_t* record = out + at * step;
+            numbers[i] = x + at * kGroup;
+            values[i] = reinterpret_cast<int8_t*>(record) + row * kGroup;
+            scales[i] = reinterpret_cast<float*>(record + num_rows * kGroup) + row;
+        }
+        quantize_four(numbers, values, scales, num_rows);
     }
+#endif
+    for (; group < num_groups; ++group) quantize_group(x + group * kGroup, out + group * step, row, num_rows);
 }
 
 void rms_norm(const float* x, const float* weight, float eps, int64_t width, float* out) {
     const int64_t whole = width - width % kLanes, tail = width - whole;
-    Vf squares = set1(0.0f);
-    for (int64_t i = 0; i < whole; i += kLanes) {
-        const Vf v = load(x + i);
-        squares = fma(v, v, squares);
-    }
-    if (tail) {
-        const Vf v = load_tail(x + whole, tail);
-        squares = fma(v, v, squares);
-    }
-    const float mean = reduce_add(squares) / static_cast<float>(width);
+    Vf squares[4];
+    for (Vf& sum : squares) sum = set1(0.0f);
+    const auto see = [](Vf v, Vf& sum) { sum = fma(v, v, sum); };
+    int64_t at = 0;
+    for (; at + 4 * kLanes <= whole; at += 4 * kLanes)
+        for (int i = 0; i < 4; ++i) see(load(x + at + i * kLanes), squares[i]);
+    for (; at < whole; at += kLanes) see(load(x + at), squares[0]);
+    if (tail) see(load_tail(x + whole, tail), squares[1]);
+    const float mean = reduce_add(add(add(squares[0], squares[1]), add(squares[2], squares[3]))) / static_cast<float>(width);
     const Vf inverse = set1(1.0f / sqrt_scalar(mean + eps));
     for (int64_t i = 0; i < whole; i += kLanes) store(out + i, mul(mul(load(x + i), inverse), load(weight + i)));
     if (tail) {
@@ -358,7 +396,7 @@ inline Vf exp_clamped(Vf x) {
     return scale_by_power(y, n);
 }
 
-inline Vf silu(Vf x) { return div(x, add(set1(1.0f), exp_clamped(sub(set1(0.0f), x)))); }
+inline Vf silu(Vf x) { return div_nearly(x, add(set1(1.0f), exp_clamped(sub(set1(0.0f), x)))); }
 
 void silu_mul(const float* gate, const float* up, int64_t count, float* out) {
     const int64_t whole = count - count % kLanes, tail = count - whole;
@@ -384,6 +422,10 @@ int64_t argmax(const float* x, int64_t count) {
     for (int64_t i = 0; i < count; ++i)
         if (x[i] == largest) return i;
     return 0;
+}
+
+void scan_lanes(const float* x, int64_t count, float* maxima) {
+    for (int64_t i = 0; i < count; ++i) maxima[i] = reduce_max(load(x + i * kLanes));
 }
 
 // ---------------------------------------------------------------------------------------------- attention
@@ -527,7 +569,7 @@ void attend_heads(const AttendJob& job) {
         state.queries = vectors + r * HEADS * 2 * padded;
         state.sums = state.queries + HEADS * padded;
         for (int h = 0; h < HEADS; ++h) {
-            copy_row(job.rows[r].queries + h * dim, dim, state.queries + h * padded);
+            copy_row(static_cast<const float*>(job.rows[r].queries) + h * dim, dim, state.queries + h * padded);
             for (int64_t i = 0; i < padded; i += kLanes) store(state.sums + h * padded + i, set1(0.0f));
             state.largest[h] = -__builtin_inff();
             state.total[h] = 0.0f;
@@ -623,6 +665,6 @@ void finish_attention(const float* state, int64_t head_dim, float* out) {
 #define SAKIYOMI_KERNELS(name, attend_setup, linear_quantized)                                                     \
     {                                                                                                              \
         name, attend_setup, linear_quantized, linear_dense, quantize, rms_norm, rope, from_half, quantize_run,      \
-            attend_bytes, attend_float, join_part, finish_attention, silu_mul, add_rows, argmax, scan_blocks,      \
+            round_query, attend_bytes, attend_float, join_part, finish_attention, silu_mul, add_rows, argmax, scan_lanes, scan_blocks,      \
             find_in_block, weigh_block, sum_blocks, guess_block, guess_total, draw_block, bound_block                             \
     }

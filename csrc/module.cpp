@@ -10,6 +10,7 @@ void bind_head(nb::module_&);
 void bind_stack(nb::module_&);
 void bind_suffix(nb::module_&);
 void bind_speculator(nb::module_&);
+void bind_medusa(nb::module_&);
 void bind_bench(nb::module_&);
 
 NB_MODULE(_native, m) {
@@ -20,5 +21,6 @@ NB_MODULE(_native, m) {
     bind_stack(m);
     bind_suffix(m);
     bind_speculator(m);
+    bind_medusa(m);
     bind_bench(m);
 }

@@ -211,8 +211,15 @@ void run_attention(Attention& attention, const std::vector<KeyRows>& views, std:
     for (const KeyRows& view : views) lengths.push_back(view.length);
     attention.choose_items(useful, lengths);
     Pool::Lease lease(useful);
-    attention.parts = reinterpret_cast<float*>(lease.scratch(static_cast<std::size_t>(attention.parts_bytes())));
+    const std::int64_t parts_bytes = attention.parts_bytes(), num_rows = static_cast<std::int64_t>(attention.plan->rows.size());
+    std::byte* scratch = lease.scratch(static_cast<std::size_t>(parts_bytes + attention.rounded_bytes()));
+    attention.parts = reinterpret_cast<float*>(scratch);
+    attention.rounded = reinterpret_cast<std::uint8_t*>(scratch) + parts_bytes;
     lease.run([&](Team& team, int rank) {
+        if (attention.is_bytes)
+            team.share(rank, num_rows, [&](std::int64_t row) {
+                for (std::int64_t head = 0; head < attention.heads.num_heads; ++head) attention.round_query(row, head);
+            });
         team.share(rank, attention.num_items(), [&](std::int64_t item) { attention.run_item(item, views.data(), window); });
     });
 }

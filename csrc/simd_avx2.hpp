@@ -4,7 +4,7 @@
 
 namespace {
 
-enum { kTileRows = 3, kTileBlocks = 1, kDenseRows = 3, kDenseBlocks = 1 };
+enum { kTileRows = 3, kTileBlocks = 1, kHeldTotals = 0, kDenseRows = 3, kDenseBlocks = 1 };
 constexpr int blocks_for(int) { return 1; }
 
 struct Vf {
@@ -22,6 +22,7 @@ struct Aq {
 };
 
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+inline void prefetch_far(const void* p) { prefetch(p); }
 
 inline Vf set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 inline Vf load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
@@ -50,6 +51,7 @@ inline Vf add(Vf a, Vf b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.h
 inline Vf sub(Vf a, Vf b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
 inline Vf mul(Vf a, Vf b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
 inline Vf div(Vf a, Vf b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+inline Vf div_nearly(Vf a, Vf b) { return div(a, b); }
 inline Vf fma(Vf a, Vf b, Vf c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
 inline Vf max(Vf a, Vf b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
 inline Vf min(Vf a, Vf b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
@@ -86,6 +88,7 @@ inline Vf keep(Vf a) { return a; }
 inline float sqrt_scalar(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
 
 inline Vi zero_int() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline Vi fresh_zero() { return zero_int(); }
 inline Vi set1_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 inline Vi add(Vi a, Vi b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
 inline int32_t reduce_add(Vi a) {
@@ -106,6 +109,23 @@ inline void store_int8(int8_t* p, Vi a) {
     const __m256i pairs = _mm256_permute4x64_epi64(_mm256_packs_epi32(a.lo, a.hi), 0xd8);
     const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+}
+
+inline Vi sub(Vi a, Vi b) { return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)}; }
+inline Vi times_256(Vi a) { return {_mm256_slli_epi32(a.lo, 8), _mm256_slli_epi32(a.hi, 8)}; }
+inline Vi divide_256(Vi a) {  // halves upwards
+    a = add(a, set1_int(128));
+    return {_mm256_srai_epi32(a.lo, 8), _mm256_srai_epi32(a.hi, 8)};
+}
+// Two terms [2][32] of 8 bits of 32 numbers of 0 to 32512, 256 times the first and the second; returns total + numbers.
+inline Vi store_terms(int8_t* out, Vi a, Vi b, Vi total) {
+    const Vi halves[2] = {a, b};
+    for (int i = 0; i < 2; ++i) {
+        const Vi high = divide_256(halves[i]);
+        store_int8(out + i * 16, high);
+        store_int8(out + 32 + i * 16, sub(halves[i], times_256(high)));
+    }
+    return add(total, add(a, b));
 }
 
 #define SAKIYOMI_HAS_WIDE_LANES
@@ -179,6 +199,8 @@ inline Wq load_high(const uint8_t* p) {
     return {_mm256_and_si256(_mm256_srli_epi16(lo, 4), low), _mm256_srli_epi16(lo, 12),
             _mm256_and_si256(_mm256_srli_epi16(hi, 4), low), _mm256_srli_epi16(hi, 12)};
 }
+enum { kShiftedRows = 1 };  // the high quads as they are
+inline Wq load_shifted(const uint8_t* p) { return load_high(p); }
 inline Vi shift_high(Vi a) { return a; }
 inline Vi start_sums(const int8_t*) { return zero_int(); }  // what sums of bytes start from
 inline Aq load_inputs(const int8_t* p) {

@@ -5,7 +5,7 @@
 namespace {
 
 // Integer accumulators fill the 32 registers; float ones live in the first cache.
-enum { kTileRows = 8, kTileBlocks = 4, kDenseRows = 4, kDenseBlocks = 3 };
+enum { kTileRows = 8, kTileBlocks = 4, kHeldTotals = 12, kDenseRows = 4, kDenseBlocks = 3 };
 constexpr int blocks_for(int rows) { return rows <= 3 ? 4 : 2; }
 
 typedef __m512 Vf;
@@ -29,6 +29,11 @@ inline Vf add(Vf a, Vf b) { return _mm512_add_ps(a, b); }
 inline Vf sub(Vf a, Vf b) { return _mm512_sub_ps(a, b); }
 inline Vf mul(Vf a, Vf b) { return _mm512_mul_ps(a, b); }
 inline Vf div(Vf a, Vf b) { return _mm512_div_ps(a, b); }
+// a / b to some 23 bits: the exact quotient keeps a unit busy eleven cycles.
+inline Vf div_nearly(Vf a, Vf b) {
+    const Vf guess = _mm512_rcp14_ps(b);
+    return mul(a, mul(guess, _mm512_fnmadd_ps(b, guess, set1(2.0f))));
+}
 inline Vf fma(Vf a, Vf b, Vf c) { return _mm512_fmadd_ps(a, b, c); }
 inline Vf max(Vf a, Vf b) { return _mm512_max_ps(a, b); }
 inline Vf min(Vf a, Vf b) { return _mm512_min_ps(a, b); }
@@ -67,6 +72,12 @@ inline Vf keep(Vf a) {
 inline float sqrt_scalar(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
 
 inline Vi zero_int() { return _mm512_setzero_si512(); }
+// Made anew, which costs no unit that multiplies; a compiler would copy one zero, and many copies at once do.
+inline Vi fresh_zero() {
+    Vi zero;
+    __asm__("vpxord %x0, %x0, %x0" : "=v"(zero));
+    return zero;
+}
 inline Vi set1_int(int32_t x) { return _mm512_set1_epi32(x); }
 inline Vi add(Vi a, Vi b) { return _mm512_add_epi32(a, b); }
 // Of additions that wrap, where the header's own reduction adds plain integers: what rounding makes of a nan is no small number.
@@ -85,6 +96,71 @@ inline Vf scale_by_power(Vf a, Vi exponent) {
 }
 inline void store_int8(int8_t* p, Vi a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(a));
+}
+
+inline Vi times_256(Vi a) { return _mm512_slli_epi32(a, 8); }
+// Two terms [2][32] of 8 bits of 32 numbers of 0 to 32512, 256 times the first and the second; returns total + numbers.
+inline Vi store_terms(int8_t* out, Vi a, Vi b, Vi total) {
+    const __m512i words = _mm512_packs_epi32(a, b);
+    const __m512i high = _mm512_srli_epi16(_mm512_add_epi16(words, _mm512_set1_epi16(128)), 8);
+    const __m512i low = _mm512_and_si512(words, _mm512_set1_epi16(255));
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    _mm512_storeu_si512(out, _mm512_permutexvar_epi32(order, _mm512_packus_epi16(high, low)));
+    return _mm512_dpwssd_epi32(total, words, _mm512_set1_epi16(1));
+}
+// Four vectors' unsigned maxima, one for each lane.
+inline __m128i reduce_max_four(const __m512i* v) {
+    const __m512i ab = _mm512_max_epu32(_mm512_unpacklo_epi32(v[0], v[1]), _mm512_unpackhi_epi32(v[0], v[1]));
+    const __m512i cd = _mm512_max_epu32(_mm512_unpacklo_epi32(v[2], v[3]), _mm512_unpackhi_epi32(v[2], v[3]));
+    const __m512i all = _mm512_max_epu32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+    const __m256i half = _mm256_max_epu32(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));
+    return _mm_max_epu32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+}
+
+#define SAKIYOMI_HAS_FOUR_GROUPS
+// Symmetric 8-bit values of four groups of 32 numbers. scales[g] gets a group's scale, and what stands `sums_at` behind it
+// scale * sum of values: the same bits as group by group. Bits of magnitudes compare like integers, nan being the largest.
+inline void quantize_four(const float* const* x, int8_t* const* values, float* const* scales, int64_t sums_at) {
+    __m512 v[8];
+    __m512i most[4];
+#pragma GCC unroll 4
+    for (int g = 0; g < 4; ++g) {
+        v[2 * g] = load(x[g]);
+        v[2 * g + 1] = load(x[g] + 16);
+        most[g] = _mm512_max_epu32(_mm512_castps_si512(abs(v[2 * g])), _mm512_castps_si512(abs(v[2 * g + 1])));
+    }
+    const __m128 largest = _mm_castsi128_ps(reduce_max_four(most)), highest = _mm_set1_ps(127.0f);
+    const __mmask8 is_zero = _mm_cmp_ps_mask(largest, _mm_set1_ps(1e-30f), _CMP_LT_OQ);
+    const __m128 scale = _mm_maskz_div_ps(static_cast<__mmask8>(~is_zero), largest, highest);
+    const __m512 inverse = _mm512_broadcast_f32x4(_mm_maskz_div_ps(static_cast<__mmask8>(~is_zero), highest, largest));
+    const __m512 factors[4] = {_mm512_permute_ps(inverse, 0x00), _mm512_permute_ps(inverse, 0x55),
+                               _mm512_permute_ps(inverse, 0xaa), _mm512_permute_ps(inverse, 0xff)};
+    __m512i pairs[4], sums[2];
+#pragma GCC unroll 4
+    for (int g = 0; g < 4; ++g)
+        pairs[g] = _mm512_packs_epi32(round_to_int(mul(v[2 * g], factors[g])), round_to_int(mul(v[2 * g + 1], factors[g])));
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+        const __m512i bytes = _mm512_permutexvar_epi32(order, _mm512_packs_epi16(pairs[2 * half], pairs[2 * half + 1]));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(values[2 * half]), _mm512_castsi512_si256(bytes));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(values[2 * half + 1]), _mm512_extracti64x4_epi64(bytes, 1));
+        sums[half] = _mm512_dpbusd_epi32(zero_int(), _mm512_set1_epi8(1), bytes);
+    }
+    // Lanes of each quarter: a part of the sum of groups 0 and 2, or 1 and 3 in the upper half.
+    const __m512i mixed = add(_mm512_unpacklo_epi32(sums[0], sums[1]), _mm512_unpackhi_epi32(sums[0], sums[1]));
+    const __m512i quarters = add(mixed, _mm512_shuffle_epi32(mixed, _MM_PERM_BADC));
+    const __m256i low = _mm512_castsi512_si256(quarters), high = _mm512_extracti64x4_epi64(quarters, 1);
+    const __m128i even = _mm_add_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+    const __m128i odd = _mm_add_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
+    alignas(16) float all_scales[4], all_sums[4];
+    _mm_store_ps(all_scales, scale);
+    _mm_store_ps(all_sums, _mm_mul_ps(scale, _mm_cvtepi32_ps(_mm_unpacklo_epi32(even, odd))));
+#pragma GCC unroll 4
+    for (int g = 0; g < 4; ++g) {
+        scales[g][0] = all_scales[g];
+        scales[g][sums_at] = all_sums[g];
+    }
 }
 
 #define SAKIYOMI_HAS_WIDE_LANES
@@ -126,8 +202,13 @@ inline Wq load_weights(const uint8_t* p) { return _mm512_loadu_si512(p); }
 // Quads k and k + 4 of a group in four-bit storage; the latter times 16, which shift_high takes back from a sum.
 inline Wq load_low(const uint8_t* p) { return _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(0x0f)); }
 inline Wq load_high(const uint8_t* p) { return _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(static_cast<char>(0xf0))); }
+// The same without the factor: from kShiftedRows rows on shifting weights is less than shifting sums.
+enum { kShiftedRows = 5 };
+inline Wq load_shifted(const uint8_t* p) {
+    return _mm512_and_si512(_mm512_srli_epi16(_mm512_loadu_si512(p), 4), _mm512_set1_epi8(0x0f));
+}
 inline Vi shift_high(Vi a) { return _mm512_srai_epi32(a, 4); }
-inline Vi start_sums(const int8_t*) { return zero_int(); }  // what sums of bytes start from
+inline Vi start_sums(const int8_t*) { return fresh_zero(); }  // what sums of bytes start from
 inline Aq load_inputs(const int8_t* p) {
     int32_t four;
     __builtin_memcpy(&four, p, sizeof four);

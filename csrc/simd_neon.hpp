@@ -7,7 +7,7 @@
 namespace {
 
 // Six rows of sums, the weights and one input fill 29 of the 32 registers; float totals live in the first cache.
-enum { kTileRows = 6, kTileBlocks = 1, kDenseRows = 4, kDenseBlocks = 1 };
+enum { kTileRows = 6, kTileBlocks = 1, kHeldTotals = 0, kDenseRows = 4, kDenseBlocks = 1 };
 constexpr int blocks_for(int) { return 1; }
 
 // Members have names, since compilers leave arrays within arrays in memory.
@@ -23,6 +23,7 @@ struct Wq {
 typedef int8x16_t Aq;
 
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+inline void prefetch_far(const void* p) { prefetch(p); }
 
 inline Vf set1(float x) {
     const float32x4_t all = vdupq_n_f32(x);
@@ -82,6 +83,7 @@ inline Vf div(Vf a, Vf b) {
     a.v3 = vdivq_f32(a.v3, b.v3);
     return a;
 }
+inline Vf div_nearly(Vf a, Vf b) { return div(a, b); }
 inline Vf fma(Vf a, Vf b, Vf c) {
     c.v0 = vfmaq_f32(c.v0, a.v0, b.v0);
     c.v1 = vfmaq_f32(c.v1, a.v1, b.v1);
@@ -143,6 +145,7 @@ inline Vi zero_int() {
     const int32x4_t zero = vdupq_n_s32(0);
     return {zero, zero, zero, zero};
 }
+inline Vi fresh_zero() { return zero_int(); }
 inline Vi set1_int(int32_t x) {
     const int32x4_t all = vdupq_n_s32(x);
     return {all, all, all, all};
@@ -186,6 +189,38 @@ inline void store_int8(int8_t* p, Vi a) {
     vst1q_s8(p, vcombine_s8(vqmovn_s16(lo), vqmovn_s16(hi)));
 }
 
+inline Vi sub(Vi a, Vi b) {
+    a.v0 = vsubq_s32(a.v0, b.v0);
+    a.v1 = vsubq_s32(a.v1, b.v1);
+    a.v2 = vsubq_s32(a.v2, b.v2);
+    a.v3 = vsubq_s32(a.v3, b.v3);
+    return a;
+}
+inline Vi times_256(Vi a) {
+    a.v0 = vshlq_n_s32(a.v0, 8);
+    a.v1 = vshlq_n_s32(a.v1, 8);
+    a.v2 = vshlq_n_s32(a.v2, 8);
+    a.v3 = vshlq_n_s32(a.v3, 8);
+    return a;
+}
+inline Vi divide_256(Vi a) {  // halves upwards
+    a.v0 = vrshrq_n_s32(a.v0, 8);
+    a.v1 = vrshrq_n_s32(a.v1, 8);
+    a.v2 = vrshrq_n_s32(a.v2, 8);
+    a.v3 = vrshrq_n_s32(a.v3, 8);
+    return a;
+}
+// Two terms [2][32] of 8 bits of 32 numbers of 0 to 32512, 256 times the first and the second; returns total + numbers.
+inline Vi store_terms(int8_t* out, Vi a, Vi b, Vi total) {
+    const Vi halves[2] = {a, b};
+    for (int i = 0; i < 2; ++i) {
+        const Vi high = divide_256(halves[i]);
+        store_int8(out + i * 16, high);
+        store_int8(out + 32 + i * 16, sub(halves[i], times_256(high)));
+    }
+    return add(total, add(a, b));
+}
+
 // The dot product takes two signed operands: bytes lose 128, and their sums start from 128 times that of the inputs.
 inline Wq load_weights(const uint8_t* p) {
     Wq r;
@@ -218,6 +253,8 @@ inline Wq load_high(const uint8_t* p) {
     r.v3 = vreinterpretq_s8_u8(vshrq_n_u8(vld1q_u8(p + 48), 4));
     return r;
 }
+enum { kShiftedRows = 1 };  // the high quads as they are
+inline Wq load_shifted(const uint8_t* p) { return load_high(p); }
 inline Vi shift_high(Vi a) { return a; }
 inline Aq load_inputs(const int8_t* p) {
     int32_t four;

@@ -6,7 +6,7 @@
 
 namespace {
 
-enum { kTileRows = 4, kTileBlocks = 1, kDenseRows = 4, kDenseBlocks = 1 };
+enum { kTileRows = 4, kTileBlocks = 1, kHeldTotals = 0, kDenseRows = 4, kDenseBlocks = 1 };
 constexpr int blocks_for(int) { return 1; }
 
 struct Vf {
@@ -25,6 +25,7 @@ struct Aq {
 #define LANES for (int i = 0; i < 16; ++i)
 
 inline void prefetch(const void*) {}
+inline void prefetch_far(const void* p) { prefetch(p); }
 
 inline Vf set1(float x) {
     Vf r;
@@ -65,6 +66,7 @@ inline Vf div(Vf a, Vf b) {
     LANES a.v[i] /= b.v[i];
     return a;
 }
+inline Vf div_nearly(Vf a, Vf b) { return div(a, b); }
 // One rounding where the machine has an instruction for it. Two elsewhere: a path promises equality with itself only.
 inline Vf fma(Vf a, Vf b, Vf c) {
 #if defined(__FP_FAST_FMAF) || defined(__aarch64__)
@@ -119,6 +121,7 @@ inline Vi zero_int() {
     memset(r.v, 0, sizeof r.v);
     return r;
 }
+inline Vi fresh_zero() { return zero_int(); }
 inline Vi set1_int(int32_t x) {
     Vi r;
     LANES r.v[i] = x;
@@ -163,6 +166,30 @@ inline void store_int8(int8_t* p, Vi a) {
     LANES p[i] = static_cast<int8_t>(a.v[i] < -128 ? -128 : a.v[i] > 127 ? 127 : a.v[i]);
 }
 
+inline Vi sub(Vi a, Vi b) {
+    LANES a.v[i] = static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) - static_cast<uint32_t>(b.v[i]));
+    return a;
+}
+inline Vi times_256(Vi a) {
+    LANES a.v[i] = static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) << 8);
+    return a;
+}
+inline Vi divide_256(Vi a) {  // halves upwards
+    a = add(a, set1_int(128));
+    LANES a.v[i] >>= 8;
+    return a;
+}
+// Two terms [2][32] of 8 bits of 32 numbers of 0 to 32512, 256 times the first and the second; returns total + numbers.
+inline Vi store_terms(int8_t* out, Vi a, Vi b, Vi total) {
+    const Vi halves[2] = {a, b};
+    for (int i = 0; i < 2; ++i) {
+        const Vi high = divide_256(halves[i]);
+        store_int8(out + i * 16, high);
+        store_int8(out + 32 + i * 16, sub(halves[i], times_256(high)));
+    }
+    return add(total, add(a, b));
+}
+
 inline Wq load_weights(const uint8_t* p) {
     Wq r;
     memcpy(r.v, p, sizeof r.v);
@@ -179,6 +206,8 @@ inline Wq load_high(const uint8_t* p) {
     for (int i = 0; i < 64; ++i) r.v[i] = p[i] >> 4;
     return r;
 }
+enum { kShiftedRows = 1 };  // the high quads as they are
+inline Wq load_shifted(const uint8_t* p) { return load_high(p); }
 inline Vi shift_high(Vi a) { return a; }
 inline Vi start_sums(const int8_t*) { return zero_int(); }  // what sums of bytes start from
 inline Aq load_inputs(const int8_t* p) { return {{p[0], p[1], p[2], p[3]}}; }

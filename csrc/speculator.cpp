@@ -655,38 +655,12 @@ class MlpDrafts {
     int num_threads_;
 };
 
-// A greedy draft from one row of logits [K] for each depth, whatever the path (see MlpStep::draft for the rest). Gives what
-// GreedyTree::give does, or None where logits are damaged.
-nb::object draft_rows(const nb::list& rows, In<std::int64_t, nb::ndim<1>> vocabulary, float sharpness, std::int64_t width,
-                      double lowest, std::int64_t max_depth, std::int64_t max_nodes, nb::handle end_ids) {
-    nb::list ends;
-    ends.append(end_ids);
-    GreedyTree tree = std::move(start_trees(1, {max_depth}, {max_nodes}, ends)[0]);
-    const std::size_t num_ids = vocabulary.shape(0);
-    check(static_cast<std::int64_t>(rows.size()) >= max_depth, "a draft needs a row for each depth.");
-    check(width > 0, "width must be positive.");
-    std::vector<float> logits(num_ids);
-    Ranking ranking;
-    for (std::size_t depth = 0; !tree.frontier.empty(); ++depth) {
-        const auto row = nb::cast<In<float, nb::ndim<1>>>(rows[depth], false);
-        check_equal("the length of a row", static_cast<std::int64_t>(row.shape(0)), static_cast<std::int64_t>(num_ids));
-        std::memcpy(logits.data(), row.data(), num_ids * sizeof(float));
-        if (!rank_sharp(logits.data(), static_cast<std::int64_t>(num_ids), sharpness, width, &ranking)) return nb::none();
-        const std::size_t first = tree.nodes.size();
-        for (const std::int64_t parent : tree.frontier) tree.add_ranked(parent, ranking, vocabulary.data());
-        tree.go_on(first, width, lowest);
-    }
-    return tree.give(lowest);
-}
-
 }  // namespace
 }  // namespace sakiyomi
 
 void bind_speculator(nanobind::module_& m) {
     using namespace sakiyomi;
     using nb::arg;
-    m.def("draft_rows", &draft_rows, arg("rows"), arg("vocabulary").noconvert(), arg("sharpness"), arg("width"), arg("lowest"),
-          arg("max_depth"), arg("max_nodes"), arg("end_ids"));
     nb::class_<MlpStep>(m, "MlpStep")
         .def(nb::init<const nb::tuple&, nb::object, nb::object, nb::object, nb::object, float>(), arg("weights"),
              arg("embedding"), arg("head"), arg("token_sums").none(), arg("token_rows").none(), arg("eps"))

@@ -48,6 +48,8 @@ struct Sizes {
 enum {
     kMaxRepeatedRows = 8,
     kFetchBytes = 1280,  // of each block of the next matrix
+    kMostFetched = 24576,  // bytes of rows; half of a first cache
+    kGateColumns = 2 * kShareBlocks * kLanes,  // gate and up of a share
 };
 
 // What stands around the stack of a drafter's head: in front of it the token's embedding beside the state that is fed, each
@@ -59,6 +61,12 @@ struct Ends {
     bool norm_before_residual;
     const float* final_norm;
     const PackedWeight* head;
+};
+
+// What makes a feature of the target's hidden states side by side: a norm for each of as many equal parts, then a matrix.
+struct Fuse {
+    std::vector<const float*> norms;
+    const PackedWeight* weight;
 };
 
 // Where a pass with ends reads and writes; without ends `read` may give what the first layer reads, or be null.
@@ -80,9 +88,11 @@ struct Workspace {
     float* attended;
     std::uint8_t* attended_inputs;
     float* gate_up;
+    float* gate_sums;      // [threads, rows, kGateColumns]
     std::uint8_t* inner_inputs;
 
-    static std::size_t layout(const Sizes& sizes, std::int64_t rows, std::int64_t copies, std::byte* base, Workspace* out) {
+    static std::size_t layout(const Sizes& sizes, std::int64_t rows, std::int64_t copies, std::int64_t threads, std::byte* base,
+                              Workspace* out) {
         std::size_t used = 0;
         const auto take = [&](std::int64_t bytes) {
             std::byte* place = base == nullptr ? nullptr : base + used;
@@ -98,6 +108,7 @@ struct Workspace {
         space.attended = static_cast<float*>(take(rows * sizes.attended_width() * 4));
         space.attended_inputs = static_cast<std::uint8_t*>(take(QuantizedRows::num_bytes(sizes.attended_width(), rows)));
         space.gate_up = static_cast<float*>(take(rows * 2 * sizes.inner * 4));
+        space.gate_sums = static_cast<float*>(take(threads * rows * kGateColumns * 4));
         space.inner_inputs = static_cast<std::uint8_t*>(take(QuantizedRows::num_bytes(sizes.inner, rows)));
         if (out != nullptr) *out = space;
         return used;
@@ -148,9 +159,11 @@ class Pass {
     // Norm and logits behind the last layer.
     void finish(Team& team, int rank) const {
         const Ends& ends = *around.ends;
+        mark(Phase::kHead);
         const Rows rows = norm(ends.final_norm, *ends.head, team, rank);
         if (rank == 0) std::memcpy(around.normed, space.normed, static_cast<std::size_t>(num_rows * sizes.hidden) * sizeof(float));
         if (around.logits != nullptr) linear(*ends.head, rows, nullptr, nullptr, around.logits, nullptr, team, rank);
+        mark(Phase::kOther);
     }
 
     Range my_rows(const Team& team, int rank) const { return split(num_rows, rank, team.size()); }
@@ -170,8 +183,20 @@ class Pass {
             for (int byte = 0; byte < kFetchBytes; byte += 64) __builtin_prefetch(start + b * next->block_bytes() + byte);
     }
 
+    // Ask for the rows of a phase that other threads have written, all at once: each line comes from another core's cache,
+    // which a product would ask for one group after another.
+    static void fetch_rows(const void* rows, std::int64_t num_bytes, const Team& team) {
+        if (team.size() == 1 || num_bytes > kMostFetched) return;
+        for (std::int64_t byte = 0; byte < num_bytes; byte += 64) __builtin_prefetch(static_cast<const std::byte*>(rows) + byte);
+    }
+
+    void fetch_inputs(const PackedWeight& weight, Rows rows, const Team& team) const {
+        if (weight.is_quantized()) fetch_rows(rows.data, QuantizedRows::num_bytes(weight.num_inputs, num_rows), team);
+    }
+
     void linear(const PackedWeight& weight, Rows rows, const float* bias, const float* residual, float* out,
                 const PackedWeight* next, Team& team, int rank) const {
+        fetch_inputs(weight, rows, team);
         const LinearJob job = linear_job(weight, rows.data, rows.stride, num_rows, bias, residual, out, weight.num_outputs);
         team.share_then(
             rank, num_shares(weight.num_blocks()), [&](std::int64_t item) { run_share(kernels, weight, job, item); },
@@ -190,6 +215,7 @@ class Pass {
             kernels.rms_norm(x + row * sizes.hidden, weight, eps, sizes.hidden, out);
             if (next.is_quantized()) quantized.write(kernels, row, out, 0, sizes.hidden);
         };
+        if (is_repeated) fetch_rows(x, num_rows * sizes.hidden * 4, team);
         if (is_repeated)
             for (std::int64_t row = 0; row < num_rows; ++row) norm_row(row);
         else
@@ -254,7 +280,10 @@ class Pass {
             const float* angles = table + positions[row] * dim;
             kernels.rope(head, angles, angles + dim / 2, dim / 2, head);
         }
-        if (is_query) return;
+        if (is_query) {
+            if (attention.is_bytes) attention.round_query(row, slot);
+            return;
+        }
         const RowView& view = plan.rows[static_cast<std::size_t>(row)];
         const KeyRows& cache = views[view.sequence];
         const std::int64_t kv_head = (slot - heads.num_heads) % heads.num_kv_heads;
@@ -282,33 +311,46 @@ class Pass {
         return {space.attended, width * 4};
     }
 
-    // silu(gate) * up, written over the gate. Where the width allows, each thread gates the columns that it computed.
+    // silu(gate) * up. Where the width allows, whoever computes columns of both gates them at once, in memory of its own:
+    // rows of the whole lie a multiple of 4 KB apart, so that few sets of a cache would hold them.
     Rows gate(const Layer& layer, Rows normed, Team& team, int rank) const {
         const std::int64_t inner = sizes.inner, blocks = inner / kLanes;
         const QuantizedRows quantized{space.inner_inputs, inner, num_rows};
-        const auto gate_columns = [&](std::int64_t row, std::int64_t begin, std::int64_t end) {
-            float* gate = space.gate_up + row * 2 * inner;
-            kernels.silu_mul(gate + begin, gate + inner + begin, end - begin, gate + begin);
-            if (layer.down->is_quantized()) quantized.write(kernels, row, gate, begin, end);
-        };
+        const bool quantize = layer.down->is_quantized();
         if (inner % kGroup == 0) {
-            const LinearJob job = linear_job(*layer.gate_up, normed.data, normed.stride, num_rows, nullptr, nullptr,
-                                             space.gate_up, 2 * inner);
+            LinearJob job = linear_job(*layer.gate_up, normed.data, normed.stride, num_rows, nullptr, nullptr, nullptr, kGateColumns);
+            float* sums = space.gate_sums + rank * num_rows * kGateColumns;
             team.share_then(
                 rank, num_shares(blocks),
                 [&](std::int64_t item) {
                     const std::int64_t begin = item * kShareBlocks;
                     const std::int64_t end = begin + kShareBlocks < blocks ? begin + kShareBlocks : blocks;
-                    run_linear(kernels, *layer.gate_up, job, begin, end);
-                    run_linear(kernels, *layer.gate_up, job, blocks + begin, blocks + end);
-                    for (std::int64_t row = 0; row < num_rows; ++row) gate_columns(row, begin * kLanes, end * kLanes);
+                    const std::int64_t width = (end - begin) * kLanes;
+                    for (int half = 0; half < 2; ++half) {
+                        job.weights = layer.gate_up->bytes.get() + (half * blocks + begin) * job.block_bytes;
+                        job.num_outputs = layer.gate_up->num_outputs - (half * blocks + begin) * kLanes;
+                        job.outputs = sums + half * kGateColumns / 2;
+                        run_linear(kernels, *layer.gate_up, job, 0, end - begin);
+                    }
+                    for (std::int64_t row = 0; row < num_rows; ++row) {
+                        float* gate = sums + row * kGateColumns;
+                        kernels.silu_mul(gate, gate + kGateColumns / 2, width, gate);
+                        if (quantize)
+                            quantized.write_columns(kernels, row, gate, begin * kLanes, end * kLanes);
+                        else
+                            std::memcpy(space.gate_up + row * 2 * inner + begin * kLanes, gate, static_cast<std::size_t>(width) * sizeof(float));
+                    }
                 },
                 [&] { fetch(layer.down, team, rank); });
         } else {
             linear(*layer.gate_up, normed, nullptr, nullptr, space.gate_up, nullptr, team, rank);
-            team.share(rank, num_rows, [&](std::int64_t row) { gate_columns(row, 0, inner); });
+            team.share(rank, num_rows, [&](std::int64_t row) {
+                float* gate = space.gate_up + row * 2 * inner;
+                kernels.silu_mul(gate, gate + inner, inner, gate);
+                if (quantize) quantized.write(kernels, row, gate, 0, inner);
+            });
         }
-        if (layer.down->is_quantized()) return {quantized.bytes, 0};
+        if (quantize) return {quantized.bytes, 0};
         return {space.gate_up, 2 * inner * 4};
     }
 };
@@ -362,55 +404,44 @@ class DecoderStack {
                 num_threads, around);
     }
 
-    // `run_head` of causal rows, at least one of each sequence, and behind them greedy chains that grow a row at a time from
-    // the states fed back (the normed ones, if so wanted). The caches need room for the rows and max_depth - 1 more.
+    // `run_head` of causal rows, at least one of each sequence, which stand at the positions behind the caches, with features
+    // that `fuse` (norms, matrix) makes of the target's hidden states `taps` [R, A * Ht]; and behind them greedy chains that grow a row at a time from the states fed back (the normed ones, if so wanted). The caches need
+    // room for the rows and max_depth - 1 more.
     // Gives for each chain what GreedyTree::give does, or None where logits are damaged; and of each sequence's last given
     // row the logits and the state that is fed back.
-    nb::list draft_chains(Matrix features, Ints ids, const nb::tuple& ends, Ints positions, Matrix table, const nb::list& keys,
+    nb::list draft_chains(Matrix taps, const nb::tuple& fuse, Ints ids, const nb::tuple& ends, Matrix table, const nb::list& keys,
                           const nb::list& values, const std::vector<std::int64_t>& lengths, std::int64_t first_layer,
                           const std::vector<std::int64_t>& bounds, bool feeds_normed, In<std::int64_t, nb::ndim<1>> vocabulary,
                           float sharpness, double lowest, const std::vector<std::int64_t>& max_depths,
                           const std::vector<std::int64_t>& max_nodes, const nb::list& end_ids,
                           Out<float, nb::ndim<2>> last_states, Out<float, nb::ndim<2>> last_logits, int num_threads) const {
-        const std::int64_t num_rows = static_cast<std::int64_t>(features.shape(0)), hidden = sizes_.hidden;
-        const std::int64_t num_chains = static_cast<std::int64_t>(lengths.size());
+        const std::int64_t num_rows = static_cast<std::int64_t>(taps.shape(0)), hidden = sizes_.hidden;
+        const Fuse fuse_it = read_fuse(fuse, taps);
         const Ends around_it = read_ends(ends, ids, num_rows);
         const std::int64_t num_ids = around_it.head->num_outputs;
         check_ids(vocabulary, num_ids, around_it.embedding->num_outputs);
-        for (const auto* last : {&last_states, &last_logits})
-            check_equal("the number of last rows", static_cast<std::int64_t>(last->shape(0)), num_chains);
-        check_equal("the width of last_states", static_cast<std::int64_t>(last_states.shape(1)), hidden);
-        check_equal("the width of last_logits", static_cast<std::int64_t>(last_logits.shape(1)), num_ids);
-        check_rows(features, positions, table, num_rows);
-        check_equal("the number of bounds", static_cast<std::int64_t>(bounds.size()), num_chains + 1);
-        std::vector<GreedyTree> trees = start_trees(num_chains, max_depths, max_nodes, end_ids);
-        std::vector<std::int64_t> all_bounds{0};  // those of all passes together
-        for (std::size_t s = 0; s < trees.size(); ++s) {
-            check(bounds[s] < bounds[s + 1], "a chain needs a row to begin with.");
-            const std::int64_t count = bounds[s + 1] - bounds[s] + max_depths[s] - 1;
-            check(lengths[s] + count <= static_cast<std::int64_t>(table.shape(0)), "a position is outside the table.");
-            all_bounds.push_back(all_bounds.back() + count);
-        }
+        std::vector<GreedyTree> trees = start_trees(static_cast<std::int64_t>(lengths.size()), max_depths, max_nodes, end_ids);
+        const std::vector<std::int64_t> all_bounds = check_draft(num_rows, table, lengths, bounds, trees, num_ids, last_states, last_logits);
         const PendingRows pending(trees.size());
         RowPlan plan = RowPlan::trees(bounds, nullptr, num_rows, pending);
         Caches caches(keys, values, lengths, all_bounds, pending, sizes_.heads.num_kv_heads, sizes_.heads.head_dim);
-        check(first_layer >= 0 && first_layer + static_cast<std::int64_t>(layers_.size()) <= caches.num_layers(),
-              "the cache has too few layers.");
+        check_layers(caches, first_layer);
         const int wanted = check_threads(num_threads, kMaxThreads);
         std::vector<char> is_sound(trees.size(), 1);
         {
             nb::gil_scoped_release released;
             const std::size_t width = static_cast<std::size_t>(hidden), size = static_cast<std::size_t>(num_rows);
-            std::vector<float> fed(trees.size() * width), normed(size * width), states(size * width);
+            std::vector<float> features(size * width), fed(trees.size() * width), normed(size * width), states(size * width);
+            make_features(fuse_it, taps.data(), num_rows, features.data(), wanted);
             std::vector<float> logits(size * static_cast<std::size_t>(num_ids));
-            std::vector<std::int32_t> next_ids(trees.size()), next_positions(trees.size());
+            std::vector<std::int32_t> next_ids(trees.size()), next_positions = positions_behind(lengths, bounds);
             std::vector<std::int64_t> counts(trees.size()), next_bounds = bounds;
             Ranking ranking;
             Around around{nullptr, &around_it, features.data(), ids.data(), normed.data(), logits.data()};
             const float* x = features.data();
-            const std::int32_t* at = positions.data();
             for (bool is_first = true; next_bounds.back() > 0; is_first = false) {
-                execute_rows(next_bounds.back(), x, at, table.data(), plan, caches, first_layer, {}, {}, states.data(), wanted, around);
+                execute_rows(next_bounds.back(), x, next_positions.data(), table.data(), plan, caches, first_layer, {}, {},
+                             states.data(), wanted, around);
                 std::int64_t num_next = 0;
                 for (std::size_t s = 0; s < trees.size(); ++s) {
                     GreedyTree& tree = trees[s];
@@ -439,12 +470,74 @@ class DecoderStack {
                 plan = RowPlan::trees(next_bounds, nullptr, num_next, pending);
                 x = around.features = fed.data();
                 around.ids = next_ids.data();
-                at = next_positions.data();
             }
         }
-        nb::list drafts;
-        for (std::size_t s = 0; s < trees.size(); ++s) drafts.append(is_sound[s] ? trees[s].give(lowest) : nb::object(nb::none()));
-        return drafts;
+        return give_all(trees, is_sound, lowest);
+    }
+
+    // As `draft_chains`, but in one pass: behind the rows of a sequence stand max_depth - 1 rows with the features
+    // `placeholder` and the token `mask_id`, and each guesses one place further on (P-EAGLE). Nodes of one depth have the same
+    // candidates, so trees of any width grow.
+    nb::list draft_places(Matrix taps, const nb::tuple& fuse, Ints ids, const nb::tuple& ends, Matrix table, const nb::list& keys,
+                          const nb::list& values, const std::vector<std::int64_t>& lengths, std::int64_t first_layer,
+                          const std::vector<std::int64_t>& bounds, bool feeds_normed, Vector placeholder, std::int32_t mask_id,
+                          In<std::int64_t, nb::ndim<1>> vocabulary, float sharpness, std::int64_t width, double lowest,
+                          const std::vector<std::int64_t>& max_depths, const std::vector<std::int64_t>& max_nodes,
+                          const nb::list& end_ids, Out<float, nb::ndim<2>> last_states, Out<float, nb::ndim<2>> last_logits,
+                          int num_threads) const {
+        const Fuse fuse_it = read_fuse(fuse, taps);
+        const std::int64_t num_given = static_cast<std::int64_t>(taps.shape(0));
+        const Ends around_it = read_ends(ends, ids, num_given);
+        const std::int64_t num_ids = around_it.head->num_outputs;
+        const std::size_t hidden = static_cast<std::size_t>(sizes_.hidden), logits_width = static_cast<std::size_t>(num_ids);
+        check_ids(vocabulary, num_ids, around_it.embedding->num_outputs);
+        check_equal("the width of placeholder", static_cast<std::int64_t>(placeholder.shape(0)), sizes_.hidden);
+        check(mask_id >= 0 && mask_id < around_it.embedding->num_outputs, "the id of placeholders is out of range.");
+        check(width > 0, "width must be positive.");
+        std::vector<GreedyTree> trees = start_trees(static_cast<std::int64_t>(lengths.size()), max_depths, max_nodes, end_ids);
+        const std::vector<std::int64_t> all_bounds = check_draft(num_given, table, lengths, bounds, trees, num_ids, last_states, last_logits);
+        const std::int64_t num_rows = all_bounds.back();
+        const PendingRows pending(trees.size());
+        const RowPlan plan = RowPlan::trees(all_bounds, nullptr, num_rows, pending);
+        const Caches caches(keys, values, lengths, all_bounds, pending, sizes_.heads.num_kv_heads, sizes_.heads.head_dim);
+        check_layers(caches, first_layer);
+        const int wanted = check_threads(num_threads, kMaxThreads);
+        std::vector<char> is_sound(trees.size(), 1);
+        {
+            nb::gil_scoped_release released;
+            const std::size_t size = static_cast<std::size_t>(num_rows);
+            std::vector<float> features(static_cast<std::size_t>(num_given) * hidden), fed(size * hidden), normed(size * hidden);
+            std::vector<float> states(size * hidden), logits(size * logits_width);
+            make_features(fuse_it, taps.data(), num_given, features.data(), wanted);
+            std::vector<std::int32_t> all_ids(size, mask_id);
+            const std::vector<std::int32_t> positions = positions_behind(lengths, all_bounds);
+            std::vector<std::size_t> asked;  // rows behind which something is drafted
+            for (std::size_t s = 0; s < trees.size(); ++s) {
+                const std::size_t given = static_cast<std::size_t>(bounds[s]), count = static_cast<std::size_t>(bounds[s + 1]) - given;
+                const std::size_t first = static_cast<std::size_t>(all_bounds[s]), end = static_cast<std::size_t>(all_bounds[s + 1]);
+                std::memcpy(fed.data() + first * hidden, features.data() + given * hidden, count * hidden * sizeof(float));
+                std::copy_n(ids.data() + given, count, all_ids.begin() + static_cast<std::ptrdiff_t>(first));
+                for (std::size_t row = first + count; row < end; ++row)
+                    std::memcpy(fed.data() + row * hidden, placeholder.data(), hidden * sizeof(float));
+                for (std::size_t row = first + count - 1; row < end; ++row) asked.push_back(row);
+            }
+            const Around around{nullptr, &around_it, fed.data(), all_ids.data(), normed.data(), logits.data()};
+            execute_rows(num_rows, fed.data(), positions.data(), table.data(), plan, caches, first_layer, {}, {}, states.data(),
+                         wanted, around);
+            std::vector<float*> rows;
+            for (const std::size_t row : asked) rows.push_back(logits.data() + row * logits_width);
+            for (std::size_t s = 0, at = 0; s < trees.size(); at += static_cast<std::size_t>(trees[s++].max_depth)) {
+                const float* state = (feeds_normed ? normed : states).data() + asked[at] * hidden;
+                std::memcpy(last_states.data() + s * hidden, state, hidden * sizeof(float));
+                std::memcpy(last_logits.data() + s * logits_width, rows[at], logits_width * sizeof(float));
+            }
+            const std::vector<Ranking> rankings = rank_rows(rows, num_ids, sharpness, width, wanted);
+            for (std::size_t s = 0, at = 0; s < trees.size(); at += static_cast<std::size_t>(trees[s++].max_depth))
+                is_sound[s] = trees[s].grow_by_depth(width, lowest, vocabulary.data(), [&](std::size_t depth) -> const Ranking& {
+                    return rankings[at + depth];
+                });
+        }
+        return give_all(trees, is_sound, lowest);
     }
 
    private:
@@ -463,6 +556,79 @@ class DecoderStack {
         return around_it;
     }
 
+    Fuse read_fuse(const nb::tuple& fields, const Matrix& taps) const {
+        check_equal("the number of fields of fuse", static_cast<std::int64_t>(fields.size()), 2);
+        Fuse fuse{{}, nb::cast<const PackedWeight*>(fields[1])};
+        const std::int64_t width = fuse.weight->num_inputs;
+        check_equal("the width of taps", static_cast<std::int64_t>(taps.shape(1)), width);
+        check_equal("the outputs of fuse", fuse.weight->num_outputs, sizes_.hidden);
+        const nb::tuple norms = nb::cast<nb::tuple>(fields[0]);
+        check(norms.size() == 0 || width % static_cast<std::int64_t>(norms.size()) == 0, "each norm must read an equal part.");
+        for (nb::handle norm : norms)
+            fuse.norms.push_back(vector(norm, "a norm in front of fuse", width / static_cast<std::int64_t>(norms.size()), false));
+        return fuse;
+    }
+
+    void make_features(const Fuse& fuse, const float* taps, std::int64_t num_rows, float* features, int num_threads) const {
+        const Kernels& kernel = kernels();
+        const PackedWeight& weight = *fuse.weight;
+        const std::int64_t width = weight.num_inputs, part = width / std::max<std::int64_t>(static_cast<std::int64_t>(fuse.norms.size()), 1);
+        const std::int64_t float_bytes = (num_rows * width * 4 + 63) / 64 * 64;
+        Pool::Lease lease(threads_for(num_threads, num_rows * width * sizes_.hidden / 8));
+        std::byte* scratch = lease.scratch(static_cast<std::size_t>(float_bytes + (weight.is_quantized() ? QuantizedRows::num_bytes(width, num_rows) : 0)));
+        float* normed = reinterpret_cast<float*>(scratch);
+        const float* rows = fuse.norms.empty() ? taps : normed;
+        const QuantizedRows quantized{reinterpret_cast<std::uint8_t*>(scratch + float_bytes), width, num_rows};
+        const void* inputs = weight.is_quantized() ? static_cast<const void*>(quantized.bytes) : rows;
+        const LinearJob job = linear_job(weight, inputs, width * 4, num_rows, nullptr, nullptr, features, sizes_.hidden);
+        lease.run([&](Team& team, int rank) {
+            team.share(rank, num_rows, [&](std::int64_t row) {
+                for (std::size_t i = 0; i < fuse.norms.size(); ++i) {
+                    const std::int64_t at = row * width + static_cast<std::int64_t>(i) * part;
+                    kernel.rms_norm(taps + at, fuse.norms[i], eps_, part, normed + at);
+                }
+                if (weight.is_quantized()) quantized.write(kernel, row, rows + row * width, 0, width);
+            });
+            team.share(rank, num_shares(weight.num_blocks()), [&](std::int64_t share) { run_share(kernel, weight, job, share); });
+        });
+    }
+
+    // What drafting needs beside the ends; gives the bounds of the rows that stand behind the caches in the end.
+    std::vector<std::int64_t> check_draft(std::int64_t num_rows, const Matrix& table, const std::vector<std::int64_t>& lengths,
+                                          const std::vector<std::int64_t>& bounds, const std::vector<GreedyTree>& trees,
+                                          std::int64_t num_ids, const Out<float, nb::ndim<2>>& last_states,
+                                          const Out<float, nb::ndim<2>>& last_logits) const {
+        const std::int64_t num_sequences = static_cast<std::int64_t>(lengths.size());
+        for (const auto* last : {&last_states, &last_logits})
+            check_equal("the number of last rows", static_cast<std::int64_t>(last->shape(0)), num_sequences);
+        check_equal("the width of last_states", static_cast<std::int64_t>(last_states.shape(1)), sizes_.hidden);
+        check_equal("the width of last_logits", static_cast<std::int64_t>(last_logits.shape(1)), num_ids);
+        check_equal("the width of the table", static_cast<std::int64_t>(table.shape(1)), sizes_.heads.head_dim);
+        check_equal("the number of bounds", static_cast<std::int64_t>(bounds.size()), num_sequences + 1);
+        check(bounds.front() == 0 && bounds.back() == num_rows, "bounds must run from 0 to R.");
+        std::vector<std::int64_t> all_bounds{0};
+        for (std::size_t s = 0; s < trees.size(); ++s) {
+            check(bounds[s] < bounds[s + 1], "a draft needs a row to begin with.");
+            const std::int64_t count = bounds[s + 1] - bounds[s] + trees[s].max_depth - 1;
+            check(lengths[s] >= 0 && lengths[s] + count <= static_cast<std::int64_t>(table.shape(0)), "a position is outside the table.");
+            all_bounds.push_back(all_bounds.back() + count);
+        }
+        return all_bounds;
+    }
+
+    void check_layers(const Caches& caches, std::int64_t first_layer) const {
+        check(first_layer >= 0 && first_layer + static_cast<std::int64_t>(layers_.size()) <= caches.num_layers(),
+              "the cache has too few layers.");
+    }
+
+    static std::vector<std::int32_t> positions_behind(const std::vector<std::int64_t>& lengths, const std::vector<std::int64_t>& bounds) {
+        std::vector<std::int32_t> positions;
+        for (std::size_t s = 0; s < lengths.size(); ++s)
+            for (std::int64_t row = bounds[s]; row < bounds[s + 1]; ++row)
+                positions.push_back(static_cast<std::int32_t>(lengths[s] + row - bounds[s]));
+        return positions;
+    }
+
     void check_rows(const Matrix& x, const Ints& positions, const Matrix& table, std::int64_t num_rows) const {
         check_equal("the width of x", static_cast<std::int64_t>(x.shape(1)), sizes_.hidden);
         check_equal("the number of positions", static_cast<std::int64_t>(positions.shape(0)), num_rows);
@@ -477,7 +643,7 @@ class DecoderStack {
              const std::vector<std::int64_t>& bounds, std::optional<Ints> parents, const std::vector<std::int64_t>& taps,
              const nb::list& tap_arrays, Out<float, nb::ndim<2>> out, int num_threads, const Around& around) const {
         const std::int64_t num_rows = static_cast<std::int64_t>(x.shape(0)), hidden = sizes_.hidden;
-        const std::int64_t num_layers = static_cast<std::int64_t>(layers_.size()), dim = sizes_.heads.head_dim;
+        const std::int64_t dim = sizes_.heads.head_dim;
         check_rows(x, positions, table, num_rows);
         check_equal("the width of out", static_cast<std::int64_t>(out.shape(1)), hidden);
         check_equal("the number of rows of out", static_cast<std::int64_t>(out.shape(0)), num_rows);
@@ -485,7 +651,7 @@ class DecoderStack {
         const RowPlan plan = RowPlan::trees(bounds, parents ? parents->data() : nullptr, num_rows, pending);
         const Caches caches(keys, values, lengths, bounds, pending, sizes_.heads.num_kv_heads, dim);
         if (num_rows == 0) return;
-        check(first_layer >= 0 && first_layer + num_layers <= caches.num_layers(), "the cache has too few layers.");
+        check_layers(caches, first_layer);
         const std::vector<float*> tap_rows = check_taps(taps, tap_arrays, num_rows);
         check_threads(num_threads, kMaxThreads);
         nb::gil_scoped_release released;
@@ -508,12 +674,13 @@ class DecoderStack {
                             static_cast<float>(1.0 / std::sqrt(static_cast<double>(dim))), nullptr, sizes_.qkv_width(),
                             nullptr, sizes_.attended_width()};
         attention.choose_items(team_size, caches.lengths());
-        const std::size_t work = Workspace::layout(sizes_, num_rows, copies, nullptr, nullptr);
-        std::byte* scratch = lease.scratch(work + static_cast<std::size_t>(attention.parts_bytes()));
-        Workspace::layout(sizes_, num_rows, copies, scratch, &space);
+        const std::size_t work = Workspace::layout(sizes_, num_rows, copies, team_size, nullptr, nullptr);
+        std::byte* scratch = lease.scratch(work + static_cast<std::size_t>(attention.rounded_bytes() + attention.parts_bytes()));
+        Workspace::layout(sizes_, num_rows, copies, team_size, scratch, &space);
         attention.queries = space.qkv;
         attention.outputs = space.attended;
-        attention.parts = reinterpret_cast<float*>(scratch + work);
+        attention.rounded = reinterpret_cast<std::uint8_t*>(scratch + work);
+        attention.parts = reinterpret_cast<float*>(scratch + work + attention.rounded_bytes());
         std::vector<KeyRows> views(caches.size() * static_cast<std::size_t>(team_size));
         if (around.ends != nullptr && around.ends->norm_before_residual)
             for (std::int64_t row = 0; row < num_rows; ++row)
@@ -631,9 +798,13 @@ void bind_stack(nanobind::module_& m) {
              arg("positions").noconvert(), arg("table").noconvert(), arg("keys"), arg("values"), arg("lengths"), arg("pending"),
              arg("layer"), arg("bounds"), arg("parents").noconvert().none(), arg("normed").noconvert(), arg("out").noconvert(),
              arg("logits").noconvert().none(), arg("threads"))
-        .def("draft_chains", &DecoderStack::draft_chains, arg("features").noconvert(), arg("ids").noconvert(), arg("ends"),
-             arg("positions").noconvert(), arg("table").noconvert(), arg("keys"), arg("values"), arg("lengths"), arg("layer"),
-             arg("bounds"), arg("feeds_normed"), arg("vocabulary").noconvert(), arg("sharpness"), arg("lowest"),
-             arg("max_depths"), arg("max_nodes"), arg("end_ids"), arg("last_states").noconvert(), arg("last_logits").noconvert(),
-             arg("threads"));
+        .def("draft_chains", &DecoderStack::draft_chains, arg("taps").noconvert(), arg("fuse"), arg("ids").noconvert(), arg("ends"),
+             arg("table").noconvert(), arg("keys"), arg("values"), arg("lengths"), arg("layer"), arg("bounds"),
+             arg("feeds_normed"), arg("vocabulary").noconvert(), arg("sharpness"), arg("lowest"), arg("max_depths"),
+             arg("max_nodes"), arg("end_ids"), arg("last_states").noconvert(), arg("last_logits").noconvert(), arg("threads"))
+        .def("draft_places", &DecoderStack::draft_places, arg("taps").noconvert(), arg("fuse"), arg("ids").noconvert(), arg("ends"),
+             arg("table").noconvert(), arg("keys"), arg("values"), arg("lengths"), arg("layer"), arg("bounds"),
+             arg("feeds_normed"), arg("placeholder").noconvert(), arg("mask_id"), arg("vocabulary").noconvert(),
+             arg("sharpness"), arg("width"), arg("lowest"), arg("max_depths"), arg("max_nodes"), arg("end_ids"),
+             arg("last_states").noconvert(), arg("last_logits").noconvert(), arg("threads"));
 }

@@ -59,8 +59,11 @@ struct QuantizedRows {
 
     // Quantize columns [begin, end), multiples of 32, of one row.
     void write(const Kernels& kernels, std::int64_t row, const float* x, std::int64_t begin, std::int64_t end) const {
-        kernels.quantize(x + begin, (end - begin) / kGroup, bytes + begin / kGroup * input_group_bytes(num_rows), row,
-                         num_rows);
+        write_columns(kernels, row, x + begin, begin, end);
+    }
+    // The same; x is the number at column `begin`.
+    void write_columns(const Kernels& kernels, std::int64_t row, const float* x, std::int64_t begin, std::int64_t end) const {
+        kernels.quantize(x, (end - begin) / kGroup, bytes + begin / kGroup * input_group_bytes(num_rows), row, num_rows);
     }
 };
 

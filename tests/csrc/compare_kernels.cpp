@@ -210,19 +210,24 @@ void compare_attention(std::int64_t dim, std::int64_t num_heads, std::int64_t nu
                            std::vector<float> parts(static_cast<std::size_t>(num_rows * num_heads * size)), states(parts.size());
                            for (std::int64_t i = 0; i < num_rows * num_heads; ++i) states[static_cast<std::size_t>(i * size)] = -INFINITY;
                            std::vector<AttendRow> rows;
+                           std::vector<std::uint8_t> rounded(static_cast<std::size_t>(num_rows * num_heads * query_bytes(dim)));
+                           const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
+                           for (std::int64_t i = 0; i < num_rows * num_heads; ++i)
+                               kernels.round_query(queries.data() + i * dim, dim, scale, rounded.data() + i * query_bytes(dim));
                            std::int64_t furthest = 0;
                            for (std::int64_t r = 0; r < num_rows; ++r) {
                                const auto& chain = chains[static_cast<std::size_t>(r)];
                                const std::int64_t last = length + static_cast<std::int64_t>(chain.size()) - 1;
                                furthest = last > furthest ? last : furthest;
-                               rows.push_back({queries.data() + r * num_heads * dim, parts.data() + r * num_heads * size,
-                                               chain.data(), window > 0 && last >= window ? last - window + 1 : 0, last});
+                               const void* own_queries = queries.data() + r * num_heads * dim;
+                               if (is_bytes) own_queries = rounded.data() + r * num_heads * query_bytes(dim);
+                               rows.push_back({own_queries, parts.data() + r * num_heads * size, chain.data(), window > 0 && last >= window ? last - window + 1 : 0, last});
                            }
                            for (std::int64_t begin = 0; begin <= furthest; begin += kKeyChunk) {
                                const AttendJob job{rows.data(), num_rows, num_heads, dim,
                                                    is_bytes ? static_cast<const void*>(byte_keys.data()) : keys.data(),
                                                    is_bytes ? static_cast<const void*>(byte_values.data()) : values.data(), dim,
-                                                   length, begin, 1.0f / std::sqrt(static_cast<float>(dim))};
+                                                   length, begin, scale};
                                (is_bytes ? kernels.attend_bytes : kernels.attend_float)(&job);
                                for (std::int64_t i = 0; i < num_rows * num_heads; ++i)
                                    kernels.join_part(parts.data() + i * size, dim, states.data() + i * size);

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import sys
 from collections.abc import Callable
@@ -16,9 +15,12 @@ import pytest
 
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.assemble import LoadedModel, ModelOptions, load_model, make_drafter
+from sakiyomi.checkpoints.drafter import write_drafter
 from sakiyomi.decode import prefill, step
 from sakiyomi.drafters.medusa import lay_out_tree
-from sakiyomi.types import Sequence
+from sakiyomi.nets.binding import describe_target
+from sakiyomi.tree import Draft
+from sakiyomi.types import DrafterFile, Sequence
 from sakiyomi.verify.match import MatchVerifier
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -96,32 +98,86 @@ def residual(x: npt.NDArray[Any], tensors: dict[str, Any], head: int) -> npt.NDA
     return np.asarray(x + y / (1 + np.exp(-y)))
 
 
-@pytest.mark.parametrize("name", ["peagle", "medusa"])
-def test_greedy_drafts_in_one_call_are_those_grown_by_levels(tmp_path: Path, target: LoadedModel, name: str) -> None:
-    """Confidences to the last bit."""
-    parts = eagle3_parts(mask_token_id=5) if name == "peagle" else medusa_parts(vllm=True)
-    folder, sizes = write_head(tmp_path, *parts), set()
+def medusa_file(path: Path, target: LoadedModel, num_layers: int, has_own_heads: bool) -> Path:
+    """Heads of several blocks, some without biases, over some of the ids."""
+    rng, info, lent = np.random.default_rng(6), target.model.info, target.model.lend()
+    assert lent is not None
+    names = [f"heads.{head}.{layer}" for head in range(3) for layer in range(num_layers)]
+    tensors = {f"{name}.weight": rng.normal(0, 0.2, (64, 64)).astype(np.float32) for name in names}
+    tensors |= {f"{name}.bias": rng.normal(0, 0.2, 64).astype(np.float32) for name in names[::2]}
+    if has_own_heads:
+        tensors |= {f"lm_heads.{head}.weight": rng.normal(0, 0.2, (90, 64)).astype(np.float32) for head in range(3)}
+    config = {"num_heads": 3, "num_layers": num_layers, "hidden_size": 64}
+    ids = np.sort(rng.choice(257, 90, replace=False)).astype(np.int32)
+    described = describe_target(info, lent)
+    write_drafter(
+        path, DrafterFile(kind="medusa", config=config, taps=(), target=described, tensors=tensors, vocabulary=ids)
+    )
+    return path
+
+
+@pytest.mark.parametrize(("dtype", "threads"), [("float32", 1), ("int8", 3)])
+@pytest.mark.parametrize("family", ["peagle", "peagle 3.1", "medusa", "medusa of 2 blocks", "medusa that shares"])
+def test_greedy_drafts_in_one_call_are_those_grown_by_levels(
+    tmp_path: Path, write_llama: Callable[..., Path], family: str, dtype: Any, threads: int
+) -> None:
+    """Confidences, and what peagle keeps, to the last bit, for a batch of different lengths."""
+    target = load_model(write_llama(tmp_path / "target"), ModelOptions(dtype=dtype, threads=threads))
+    if family.startswith("peagle"):
+        flags = {"fc_norm": True, "norm_output": True} if "3.1" in family else {"norm_before_residual": True}
+        path = write_head(tmp_path / "head", *eagle3_parts(mask_token_id=5, **flags))
+    elif family == "medusa":
+        path = write_head(tmp_path / "head", *medusa_parts(vllm=True))
+    else:
+        path = medusa_file(tmp_path / "head", target, 2 if "blocks" in family else 1, "shares" not in family)
+    sizes = set()
     for width, depth, nodes in ((1, 1, 8), (1, 3, 8), (2, 3, 5), (3, 2, 20), (3, 3, 9), (300, 2, 7)):
         for min_confidence in (0.0, 0.03):
             options = f"num_speculative_tokens={depth},width={width},max_nodes={nodes},min_confidence={min_confidence}"
-            drafter: Any = make_drafter(f"{name}:path={folder},{options}", target, ModelOptions())
-            drafter.rules = replace(drafter.rules, sharpness=1.5)
-            if name == "peagle":
-                drafter.parts = replace(drafter.parts, sharpness=1.5)
-            else:
-                drafter.sharpness = 1.5
-            sequence = new_sequence(target, PROMPT, temperature=0.0, max_tokens=60)
-            prefill(target.model, drafter, sequence)
-            for count in range(5):
-                end_ids = frozenset(range(count, 257, 7))
-                at_once = drafter.propose([replace(sequence, end_ids=end_ids)], [9 - 2 * count])[0]
-                with pytest.MonkeyPatch.context() as patch:
-                    module = importlib.import_module(f"sakiyomi.drafters.{name}")
-                    patch.setattr(module, "draft_rows", lambda *given: None)
-                    assert drafter.propose([replace(sequence, end_ids=end_ids)], [9 - 2 * count])[0] == at_once
-                sizes.add(len(at_once))
-                advance(target, drafter, sequence, 1)
+            drafter: Any = make_drafter(f"{family.split()[0]}:path={path},{options}", target, ModelOptions())
+            sharpen(drafter, 1.5)
+            many = [new_sequence(target, PROMPT[: 5 + 6 * i], temperature=0.0, max_tokens=60) for i in range(3)]
+            for sequence in many:
+                prefill(target.model, drafter, sequence, chunk=7)
+            for budgets in ([9, 9, 9], [2, 0, 3]):
+                for i, sequence in enumerate(many):
+                    sequence.end_ids = frozenset(range(i, 257, 7))
+                rooms = [drafter._find_room(s, budget) for s, budget in zip(many, budgets, strict=True)]
+                before = [replace(sequence, memo=drafter.fork(sequence)) for sequence in many]
+                at_once = drafter._draft_at_once(many, rooms)
+                for sequence, other, room, draft in zip(many, before, rooms, at_once, strict=True):
+                    if min(room.max_depth, room.max_nodes) <= 0:
+                        assert draft == Draft.empty()
+                        continue
+                    assert [draft] == drafter._draft_by_levels([other], [room])
+                    sizes.add(len(draft))
+                    if family.startswith("peagle"):
+                        check_same_memos(sequence.memo, other.memo)
+                    assert drafter.propose([sequence], [9]) == drafter.propose([other], [9])
+                for sequence in many:
+                    sequence.end_ids = frozenset()
+                advance_all(target, drafter, many)
     assert len(sizes) > 4
+
+
+def sharpen(drafter: Any, sharpness: float) -> None:
+    drafter.rules = replace(drafter.rules, sharpness=sharpness)
+    if hasattr(drafter, "parts"):
+        drafter.parts = replace(drafter.parts, sharpness=sharpness)
+    else:
+        drafter.sharpness = sharpness
+
+
+def check_same_memos(one: Any, other: Any) -> None:
+    assert one.cache.length == other.cache.length
+    assert not one.waiting
+    assert not other.waiting
+    for some, others in zip(one.last, other.last, strict=True):
+        np.testing.assert_array_equal(some, others)
+
+
+def advance_all(target: LoadedModel, drafter: Any, many: list[Sequence]) -> None:
+    step(target.model, drafter, MatchVerifier(MatchVerifier.Config()), many, [4] * len(many))
 
 
 SHAPES = ("width=1", "width=3,max_nodes=9", "tree=static,max_nodes=9")

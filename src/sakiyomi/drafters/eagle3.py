@@ -81,7 +81,7 @@ class Eagle3Drafter(Drafter):
         if chosen:
             some = [sequences[i] for i in chosen]
             memos, some_rooms = [sequence.memo for sequence in some], [rooms[i] for i in chosen]
-            found = self.runner.draft_chains(memos, some, self.rules, some_rooms)
+            found = self.runner.draft(memos, some, self.rules, some_rooms)
             for i, draft in zip(chosen, found, strict=True):
                 drafts[i] = draft
         return drafts

@@ -21,7 +21,7 @@ from sakiyomi.noise import Randomness
 from sakiyomi.ops.base import DraftRoom, GreedyRules
 from sakiyomi.plugins import check_growth
 from sakiyomi.sampling.distributions import KeyedRandomness
-from sakiyomi.sampling.growth import Growth, SubsetCandidates, draft_rows, log_confidence, takes_the_best
+from sakiyomi.sampling.growth import Growth, SubsetCandidates, fill_in, log_confidence, takes_the_best
 from sakiyomi.tree import Draft
 from sakiyomi.types import Array, Drafter, DrafterContext, DrawMode, Sequence
 
@@ -93,21 +93,32 @@ class MedusaDrafter(Drafter):
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         rooms = [self._find_room(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
-        active = [i for i, room in enumerate(rooms) if min(room.max_depth, room.max_nodes) > 0]
-        drafts = [Draft.empty()] * len(rooms)
-        if active:
-            depth = max(rooms[i].max_depth for i in active)
-            states = join_rows([sequences[i].memo.state for i in active])
-            ops = self.net.ops
-            logits = [ops.to_numpy(part) for part in self.net.logits(self.net.features(states, depth))]
-            for row, i in enumerate(active):
-                drafts[i] = self._draft(sequences[i], rooms[i], [part[row] for part in logits])
+        return fill_in(
+            self._draft_at_once(sequences, rooms),
+            lambda late: self._draft_by_levels([sequences[i] for i in late], [rooms[i] for i in late]),
+        )
+
+    def _draft_at_once(self, sequences: Seq[Sequence], rooms: Seq[DraftRoom]) -> list[Draft | None]:
+        """Dynamic drafts of the most probable tokens, and empty ones where there is no room; None for all others."""
+        drafts = [Draft.empty() if min(room.max_depth, room.max_nodes) <= 0 else None for room in rooms]
+        if self.config.tree == "static":
+            return drafts
+        chosen = [i for i, draft in enumerate(drafts) if draft is None and takes_the_best(sequences[i], self.draw)]
+        if chosen:
+            states = join_rows([sequences[i].memo.state for i in chosen])
+            found = self.net.draft(states, self.rules, [rooms[i] for i in chosen])
+            for i, draft in zip(chosen, found, strict=True):
+                drafts[i] = draft
         return drafts
 
-    def _draft(self, sequence: Sequence, room: DraftRoom, logits: Seq[Row]) -> Draft:
-        is_simple = self.config.tree == "dynamic" and takes_the_best(sequence, self.draw)
-        at_once = draft_rows(logits, self.rules, room) if is_simple else None
-        return self._grow(sequence, room, logits) if at_once is None else at_once
+    def _draft_by_levels(self, sequences: Seq[Sequence], rooms: Seq[DraftRoom]) -> list[Draft]:
+        states = join_rows([sequence.memo.state for sequence in sequences])
+        features = self.net.features(states, max(room.max_depth for room in rooms))
+        logits = [self.net.ops.to_numpy(part) for part in self.net.logits(features)]
+        return [
+            self._grow(sequence, room, [part[row] for part in logits])
+            for row, (sequence, room) in enumerate(zip(sequences, rooms, strict=True))
+        ]
 
     def observe(self, sequence: Sequence, start: int, tokens: Seq[int], taps: Array | None) -> None:
         # A memo is never changed, so that sequences that fork may share it.

@@ -11,12 +11,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal
 
-from sakiyomi.models.eagle import HeadMemo, join_rows, open_head
+from sakiyomi.models.eagle import HeadMemo, open_head
 from sakiyomi.noise import Randomness
 from sakiyomi.ops.base import DraftRoom, GreedyRules
 from sakiyomi.plugins import check_growth
 from sakiyomi.sampling.distributions import KeyedRandomness
-from sakiyomi.sampling.growth import Growth, SubsetCandidates, draft_rows, log_confidence, takes_the_best
+from sakiyomi.sampling.growth import Growth, SubsetCandidates, fill_in, log_confidence, takes_the_best
 from sakiyomi.tree import Draft
 from sakiyomi.types import Array, Drafter, DrafterContext, DrawMode, Sequence
 
@@ -64,21 +64,29 @@ class PEagleDrafter(Drafter):
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         rooms = [self._find_room(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
-        active = [i for i, room in enumerate(rooms) if min(room.max_depth, room.max_nodes) > 0]
-        drafts = [Draft.empty()] * len(rooms)
-        if active:
-            some = [sequences[i] for i in active]
-            depth = max(rooms[i].max_depth for i in active)
-            rows = self.runner.look_ahead([sequence.memo for sequence in some], some, depth - 1)
-            logits = self.runner.ops.to_numpy(join_rows(rows))
-            for index, i in enumerate(active):
-                drafts[i] = self._draft(sequences[i], rooms[i], logits[index * depth : (index + 1) * depth])
+        return fill_in(
+            self._draft_at_once(sequences, rooms),
+            lambda late: self._draft_by_levels([sequences[i] for i in late], [rooms[i] for i in late]),
+        )
+
+    def _draft_at_once(self, sequences: Seq[Sequence], rooms: Seq[DraftRoom]) -> list[Draft | None]:
+        """Drafts of the most probable tokens, and empty ones where there is no room; None for all others."""
+        drafts = [Draft.empty() if min(room.max_depth, room.max_nodes) <= 0 else None for room in rooms]
+        chosen = [i for i, draft in enumerate(drafts) if draft is None and takes_the_best(sequences[i], self.draw)]
+        if chosen:
+            some = [sequences[i] for i in chosen]
+            found = self.runner.draft(
+                [sequence.memo for sequence in some], some, self.rules, [rooms[i] for i in chosen]
+            )
+            for i, draft in zip(chosen, found, strict=True):
+                drafts[i] = draft
         return drafts
 
-    def _draft(self, sequence: Sequence, room: DraftRoom, logits: Array) -> Draft:
-        is_simple = takes_the_best(sequence, self.draw)
-        at_once = draft_rows(list(logits), self.rules, room) if is_simple else None
-        return self._grow(sequence, room, logits) if at_once is None else at_once
+    def _draft_by_levels(self, sequences: Seq[Sequence], rooms: Seq[DraftRoom]) -> list[Draft]:
+        depth = max(room.max_depth for room in rooms)
+        found = self.runner.look_ahead([sequence.memo for sequence in sequences], sequences, depth - 1)
+        rows = [self.runner.ops.to_numpy(logits) for logits in found]
+        return [self._grow(*given) for given in zip(sequences, rooms, rows, strict=True)]
 
     def observe(self, sequence: Sequence, start: int, tokens: Seq[int], taps: Array | None) -> None:
         if not isinstance(sequence.memo, HeadMemo):

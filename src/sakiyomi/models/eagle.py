@@ -110,24 +110,28 @@ class HeadRunner:
         if late:
             self._feed([memo for memo, _ in late], [sequence for _, sequence in late], 0)
 
-    def draft_chains(
+    def draft(
         self, memos: Seq[HeadMemo], sequences: Seq[Sequence], rules: GreedyRules, rooms: Seq[DraftRoom]
     ) -> list[Draft | None]:
-        """Feed all waiting rows, and grow chains of the most probable tokens behind them in the same call.
+        """Feed all waiting rows, and grow drafts of the most probable tokens behind them in the same call.
+
+        Args:
+            rules: of width 1, but for P-EAGLE.
 
         Returns:
-            The drafts; None for those that have to be grown step by step.
+            The drafts; None for those that have to be grown level by level.
         """
         counts = [memo.num_waiting for memo in memos]
         if self._lm_head is None or min(counts) == 0 or sum(counts) > MAX_LOGIT_ROWS:
             return [None] * len(memos)
-        rows = [_Rows.of(memo, sequence, 0, self.head) for memo, sequence in zip(memos, sequences, strict=True)]
-        for memo, count, room in zip(memos, counts, rooms, strict=True):
+        tokens: list[int] = []
+        for memo, sequence, count, room in zip(memos, sequences, counts, rooms, strict=True):
+            first = memo.cache.length + 1
+            tokens += sequence.tokens[first : first + count]
             memo.cache.reserve(count + room.max_depth - 1)
-        found = self.head.draft_chains(
-            join_rows([part.token_ids for part in rows]),
-            join_rows([part.features for part in rows]),
-            join_rows([part.positions for part in rows]),
+        found = self.head.draft(
+            np.array(tokens, np.int32),
+            join_rows([taps for memo in memos for taps in memo.waiting]),
             Past([memo.cache.slots() for memo in memos]),
             Causal((0, *accumulate(counts))),
             self._lm_head,

@@ -20,7 +20,19 @@ import numpy.typing as npt
 
 from sakiyomi.errors import CheckpointError
 from sakiyomi.nets.decoder import rope_frequencies
-from sakiyomi.ops.base import Causal, DraftRoom, GreedyRules, HeadEnds, LayerWeights, Mask, Ops, Past, StackSpec
+from sakiyomi.ops.base import (
+    Causal,
+    DraftRoom,
+    FuseWeights,
+    GreedyRules,
+    HeadEnds,
+    LayerWeights,
+    Mask,
+    Ops,
+    Past,
+    Placeholder,
+    StackSpec,
+)
 from sakiyomi.tree import Draft
 from sakiyomi.types import Array, DrafterFile, Lent, Tensor
 
@@ -176,16 +188,15 @@ class EagleHead:
         if config.is_first:
             assert self._final_norm is not None, "EAGLE-1 reads the state behind the target's final norm"
             return ops.rms_norm(taps, *self._final_norm)
-        if config.fc_norm:
-            width = config.target_hidden_size
-            parts = [taps[:, i * width : (i + 1) * width] for i in range(config.num_taps)]
-            normed = [
-                ops.rms_norm(part, self.weights[f"fc_norm.{i}.weight"], config.eps) for i, part in enumerate(parts)
-            ]
-            taps = ops.concat(normed)
-        elif config.norm_before_fc:
-            taps = ops.rms_norm(taps, self.weights["input_norm.weight"], config.eps)
-        return ops.linear(taps, self.weights["fc.weight"])
+        return ops.fuse(taps, self._fuse)
+
+    @cached_property
+    def _fuse(self) -> FuseWeights:
+        config, weights = self.config, self.weights
+        norms = tuple(weights[f"fc_norm.{i}.weight"] for i in range(config.num_taps)) if config.fc_norm else ()
+        if config.norm_before_fc and not config.fc_norm:
+            norms = (weights["input_norm.weight"],)
+        return FuseWeights(norms=norms, matrix=weights["fc.weight"], eps=config.eps)
 
     def placeholders(self, num_rows: int) -> Array:
         """Features [num_rows, H] of P-EAGLE's rows whose inputs are not known yet."""
@@ -250,25 +261,29 @@ class EagleHead:
         )
         return normed, normed if config.norm_output else states, logits
 
-    def draft_chains(
+    def draft(
         self,
         token_ids: npt.NDArray[np.int32],
-        features: Array,
-        positions: npt.NDArray[np.int32],
+        taps: Array,
         past: Past,
         mask: Causal,
         head: Any,
         rules: GreedyRules,
         rooms: Sequence[DraftRoom],
     ) -> tuple[list[Draft | None], Array, Array] | None:
-        """`forward_to_logits` of causal rows, and chains of the likeliest tokens behind them (`Ops.head_chains`)."""
+        """`fuse` and a pass of rows behind the caches, and drafts of the likeliest tokens (`Ops.head_drafts`)."""
         config = self.config
         if config.is_first:
             return None
-        ends, layers, spec = self._ends(head), self.layers, config.spec
-        return self.ops.head_chains(
-            features, token_ids, ends, layers, spec, positions, past, mask, config.norm_output, rules, rooms
-        )
+        ends, layers, spec, normed = self._ends(head), self.layers, config.spec, config.norm_output
+        fuse, ahead = self._fuse, self._ahead
+        return self.ops.head_drafts(taps, fuse, token_ids, ends, layers, spec, past, mask, normed, rules, rooms, ahead)
+
+    @cached_property
+    def _ahead(self) -> Placeholder | None:
+        if self.config.kind != "peagle":
+            return None
+        return Placeholder(feature=self._placeholder, token_id=self.config.mask_token_id or 0)
 
     def _ends(self, head: Any) -> HeadEnds:
         """What stands around the layers; kept, since every pass of a chain asks for the same."""

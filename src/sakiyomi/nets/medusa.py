@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from sakiyomi.errors import CheckpointError
-from sakiyomi.ops.base import Ops
+from sakiyomi.ops.base import DraftRoom, GreedyRules, MedusaWeights, Ops
+from sakiyomi.tree import Draft
 from sakiyomi.types import Array, DrafterFile, Lent, Tensor
 
 
@@ -73,10 +74,9 @@ class MedusaHeads:
     ) -> None:
         self.ops = ops
         self.config = config
-        self._blocks = blocks
-        self._heads = heads
-        self._final_norm = final_norm
-        self._one = ops.array(np.ones((1, config.hidden_size), np.float32))
+        norm, eps = final_norm
+        ones = ops.array(np.ones(config.hidden_size, np.float32))
+        self._weights = MedusaWeights(blocks=blocks, heads=heads, norm=norm, eps=eps, ones=ones)
 
     @classmethod
     def load(cls, config: MedusaConfig, tensors: Mapping[str, Tensor], lent: Lent, head: Any) -> MedusaHeads:
@@ -111,28 +111,35 @@ class MedusaHeads:
             states: the target's last hidden states [R, H], in front of its final norm.
         """
         ops, hidden = self.ops, self.config.hidden_size
-        x = ops.rms_norm(states, *self._final_norm)
-        stacked = ops.linear(x, *self._blocks[0][0])
+        weights = self._weights
+        x = ops.rms_norm(states, weights.norm, weights.eps)
+        stacked = ops.linear(x, *weights.blocks[0][0])
         parts = stacked[:, : num_heads * hidden].reshape(-1, hidden)
         repeated = ops.concat([x] * num_heads).reshape(-1, hidden)
         joined = ops.add(repeated, self._silu(parts)).reshape(len(x), num_heads, hidden)
         rows = [joined[:, index] for index in range(num_heads)]
-        for layer in self._blocks[1:]:
+        for layer in weights.blocks[1:]:
             rows = [ops.add(row, self._silu(ops.linear(row, *layer[index]))) for index, row in enumerate(rows)]
         return rows
 
     def logits(self, features: Sequence[Array]) -> list[Array]:
         """Logits [R, K] of each head."""
-        if len(self._heads) > 1:
-            return [self.ops.linear(row, head) for row, head in zip(features, self._heads, strict=False)]
+        heads = self._weights.heads
+        if len(heads) > 1:
+            return [self.ops.linear(row, head) for row, head in zip(features, heads, strict=False)]
         # One product for all, which reads the shared matrix once.
         num_rows, hidden = features[0].shape
         rows = self.ops.concat(list(features)).reshape(-1, hidden)
-        logits = self.ops.linear(rows, self._heads[0]).reshape(num_rows, len(features), -1)
+        logits = self.ops.linear(rows, heads[0]).reshape(num_rows, len(features), -1)
         return [logits[:, index] for index in range(len(features))]
 
+    def draft(self, states: Array, rules: GreedyRules, rooms: Sequence[DraftRoom]) -> list[Draft | None]:
+        """Drafts of the most probable tokens; None where one has to be grown level by level (`Ops.medusa_drafts`)."""
+        return self.ops.medusa_drafts(states, self._weights, rules, rooms)
+
     def _silu(self, x: Array) -> Array:
-        ones = self._one.repeat(len(x), 0) if isinstance(self._one, np.ndarray) else self._one.expand(len(x), -1)
+        one = self._weights.ones.reshape(1, -1)
+        ones = one.repeat(len(x), 0) if isinstance(one, np.ndarray) else one.expand(len(x), -1)
         return self.ops.silu_mul(self.ops.concat([x, ones]))
 
 

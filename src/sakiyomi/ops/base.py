@@ -217,6 +217,52 @@ class HeadEnds:
     head: Weight
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FuseWeights:
+    """What makes a feature of an EAGLE head from the target's hidden states side by side [R, A * Ht].
+
+    Attributes:
+        norms: one for each of as many equal parts; none leaves the states as they are.
+        matrix: [H, A * Ht].
+        eps: of the norms.
+    """
+
+    norms: tuple[Array, ...]
+    matrix: Weight
+    eps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placeholder:
+    """The inputs of P-EAGLE's rows whose own are not known yet (nets/eagle3.py).
+
+    Attributes:
+        feature: [1, H].
+    """
+
+    feature: Array
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MedusaWeights:
+    """Medusa heads (nets/medusa.py).
+
+    Attributes:
+        blocks: for each layer (matrix, bias or None) of all heads under one another [N * H, H] in the first layer,
+            where all heads read the same, and one [H, H] per head behind it.
+        heads: the language-model heads [K, H], one for all or one per head.
+        norm, eps: of the norm in front.
+        ones: [H].
+    """
+
+    blocks: Sequence[Sequence[tuple[Weight, Array | None]]]
+    heads: Sequence[Weight]
+    norm: Array
+    eps: float
+    ones: Array
+
+
 Hide = Callable[[str, Array], Array]
 """From the name of a matrix and its inputs to the inputs with some of them hidden (training's dropout)."""
 
@@ -398,6 +444,15 @@ class Ops(ABC):
 
     # ---- a pass of an EAGLE head, composed
 
+    def fuse(self, taps: Array, weights: FuseWeights) -> Array:
+        """Features [R, H] of the target's hidden states side by side [R, A * Ht]."""
+        norms, eps = weights.norms, weights.eps
+        if norms:
+            width = taps.shape[1] // len(norms)
+            parts = [taps[:, i * width : (i + 1) * width] for i in range(len(norms))]
+            taps = self.concat([self.rms_norm(part, norm, eps) for part, norm in zip(parts, norms, strict=True)])
+        return self.linear(taps, weights.matrix)
+
     def head_pass(
         self,
         features: Array,
@@ -422,34 +477,54 @@ class Ops(ABC):
         normed = self.rms_norm(states, ends.final_norm, spec.eps)
         return normed, states, self.linear(normed, ends.head) if with_logits else None
 
-    def head_chains(
+    def head_drafts(
         self,
-        features: Array,
+        taps: Array,
+        fuse: FuseWeights,
         token_ids: npt.NDArray[np.int32],
         ends: HeadEnds,
         layers: Sequence[LayerWeights],
         spec: StackSpec,
-        positions: npt.NDArray[np.int32],
         past: Past,
         mask: Causal,
         feeds_normed: bool,
         rules: GreedyRules,
         rooms: Sequence[DraftRoom],
+        placeholder: Placeholder | None = None,
     ) -> tuple[list[Draft | None], Array, Array] | None:
-        """A `head_pass`, and behind it chains of the most probable tokens, each grown in one go from states fed back.
+        """A `head_pass` of rows that stand behind the caches, and drafts of the most probable tokens behind them.
 
         Args:
+            taps: the target's hidden states side by side [R, A * Ht], of which `fuse` makes the features.
             past: caches with room for the rows and for max_depth - 1 more each.
             mask: bounds of B sequences, each with a row at least.
             feeds_normed: what is fed back is the normed state.
-            rules: of width 1.
+            rules: without a placeholder of width 1.
             rooms: B of them.
+            placeholder: None grows chains from states fed back; else one pass over as many more rows, all with these
+                inputs, tells the candidates of each depth.
 
         Returns:
             For each sequence its draft, or None where it has to be grown step by step; and of its last row the logits
             [B, K] and the state to feed back [B, H]. None where all have to be grown step by step, and nothing was run.
         """
         return None
+
+    # ---- Medusa heads
+
+    def medusa_drafts(
+        self, states: Array, weights: MedusaWeights, rules: GreedyRules, rooms: Sequence[DraftRoom]
+    ) -> list[Draft | None]:
+        """Drafts of the most probable tokens, each grown in one go.
+
+        Args:
+            states: the target's last hidden states [R, H], in front of its final norm.
+            rooms: R of them, none deeper than there are heads.
+
+        Returns:
+            For each row what `sampling.growth.Growth` would draft, or None where it has to be grown level by level.
+        """
+        return [None] * len(states)
 
     # ---- a decoder stack, composed
 

@@ -22,14 +22,17 @@ from sakiyomi.ops.base import (
     Causal,
     Dense,
     DraftRoom,
+    FuseWeights,
     GreedyRules,
     HeadEnds,
     LayerWeights,
     Mask,
     Matrix,
+    MedusaWeights,
     MlpWeights,
     Ops,
     Past,
+    Placeholder,
     StackSpec,
     Tree,
 )
@@ -132,6 +135,7 @@ class NativeOps(Ops):
         self._rope_tables: dict[tuple[bytes, float], Floats] = {}
         self._mlp_steps: dict[tuple[int, int, int], tuple[MlpWeights, Any]] = {}
         self._mlp_drafts: dict[int, tuple[GreedyRules, tuple[MlpWeights, MlpWeights], Any, Any]] = {}
+        self._medusa_heads: dict[int, tuple[MedusaWeights, Any]] = {}
         self._stacks: dict[tuple[int, int, int], tuple[tuple[LayerWeights, ...], StackSpec, Any]] = {}
 
     # ---- arrays and weights
@@ -229,7 +233,7 @@ class NativeOps(Ops):
         positions = _ints(positions)
         x = _floats(x)
         out = np.empty_like(x)
-        _native.rope(x, positions, self._rope_table(positions, inv_freq, scale), out, self.threads)
+        _native.rope(x, positions, self._rope_table(_count_positions(positions), inv_freq, scale), out, self.threads)
         return out
 
     def store(self, past: Past, k: Floats, v: Floats, bounds: Sequence[int]) -> tuple[Floats, Floats]:
@@ -369,7 +373,7 @@ class NativeOps(Ops):
             return super().decoder_stack(x, layers, spec, positions, past, mask, taps, read)
         x, positions = _floats(x), _ints(positions)
         bounds, parents = _segments(mask)
-        table = self._rope_table(positions, spec.inv_freq, spec.rope_scale)
+        table = self._rope_table(_count_positions(positions), spec.inv_freq, spec.rope_scale)
         out, tapped = np.empty_like(x), [np.empty_like(x) for _ in taps]
         self._stack(layers, spec).run(
             *(x, positions, table, *_caches(past), past.layer, bounds, parents, list(taps), tapped, out, self.threads),
@@ -411,7 +415,7 @@ class NativeOps(Ops):
         bounds, parents = _segments(mask)
         normed, states = np.empty_like(features), np.empty_like(features)
         logits = np.empty((len(features), ends.head.shape[0]), np.float32) if with_logits else None
-        table = self._rope_table(positions, spec.inv_freq, spec.rope_scale)
+        table = self._rope_table(_count_positions(positions), spec.inv_freq, spec.rope_scale)
         self._stack(layers, spec).run_head(
             *(
                 features,
@@ -428,41 +432,63 @@ class NativeOps(Ops):
         )
         return normed, states, logits
 
-    def head_chains(
+    def head_drafts(
         self,
-        features: Floats,
+        taps: Floats,
+        fuse: FuseWeights,
         token_ids: npt.NDArray[np.int32],
         ends: HeadEnds,
         layers: Sequence[LayerWeights],
         spec: StackSpec,
-        positions: npt.NDArray[np.int32],
         past: Past,
         mask: Causal,
         feeds_normed: bool,
         rules: GreedyRules,
         rooms: Sequence[DraftRoom],
+        placeholder: Placeholder | None = None,
     ) -> tuple[list[Draft | None], Floats, Floats] | None:
-        features, positions = _floats(features), _ints(positions)
+        stack = self._stack(layers, spec)
         keys, values, lengths, _ = _caches(past)
-        states = np.empty((len(lengths), features.shape[1]), np.float32)
+        states = np.empty((len(lengths), ends.embedding.shape[1]), np.float32)
         logits = np.empty((len(lengths), ends.head.shape[0]), np.float32)
-        last = positions.max(keepdims=True) + max(room.max_depth for room in rooms)
-        table = self._rope_table(last, spec.inv_freq, spec.rope_scale)
-        found = self._stack(layers, spec).draft_chains(
-            *(features, _ints(token_ids), _end_fields(ends), positions, table),
-            *(keys, values, lengths, past.layer, list(mask.bounds)),
-            *(feeds_normed, rules.ids, rules.sharpness, rules.lowest, *_room_fields(rooms)),
-            *(states, logits, self.threads),
-        )
+        num_positions = max(lengths) + len(taps) + max(room.max_depth for room in rooms)
+        table = self._rope_table(num_positions, spec.inv_freq, spec.rope_scale)
+        caches, room = (keys, values, lengths, past.layer, list(mask.bounds)), _room_fields(rooms)
+        fused = _floats(taps), (fuse.norms, fuse.matrix)
+        rows = *fused, _ints(token_ids), _end_fields(ends), table, *caches, feeds_normed
+        last = states, logits, self.threads
+        if placeholder is None:
+            found = stack.draft_chains(*rows, rules.ids, rules.sharpness, rules.lowest, *room, *last)
+        else:
+            ahead = placeholder.feature[0], placeholder.token_id, rules.ids, rules.sharpness, rules.width, rules.lowest
+            found = stack.draft_places(*rows, *ahead, *room, *last)
         return _drafts_of(found), logits, states
+
+    # ---- Medusa heads, fused
+
+    def medusa_drafts(
+        self, states: Floats, weights: MedusaWeights, rules: GreedyRules, rooms: Sequence[DraftRoom]
+    ) -> list[Draft | None]:
+        entry = self._medusa_heads.get(id(weights))
+        if entry is None or entry[0] is not weights:
+            blocks = [list(layer) for layer in weights.blocks]
+            heads = _native.MedusaHeads(blocks, list(weights.heads), weights.norm, weights.ones, weights.eps)
+            entry = (weights, heads)
+            if len(self._medusa_heads) >= _MAX_STACKS:
+                self._medusa_heads.clear()
+            self._medusa_heads[id(weights)] = entry
+        found = entry[1].draft(
+            *(_floats(states), rules.ids, rules.sharpness, rules.width, rules.lowest),
+            *(*_room_fields(rooms), self.threads),
+        )
+        return _drafts_of(found)
 
     # ---- helpers
 
-    def _rope_table(self, positions: npt.NDArray[np.int32], inv_freq: npt.NDArray[np.float32], scale: float) -> Floats:
-        """Cosines and sines [P, D] that cover the positions, grown in whole blocks."""
+    def _rope_table(self, needed: int, inv_freq: npt.NDArray[np.float32], scale: float) -> Floats:
+        """Cosines and sines [P, D] that cover `needed` positions, grown in whole blocks."""
         key = (inv_freq.tobytes(), float(scale))
         table = self._rope_tables.get(key)
-        needed = max(max(positions.tolist(), default=0), 0) + 1
         if table is None or len(table) < needed:
             first = 0 if table is None else len(table) // ROPE_BLOCK
             blocks = [_rope_block(i, inv_freq, scale) for i in range(first, -(-needed // ROPE_BLOCK))]
@@ -543,6 +569,10 @@ def _layer_fields(layer: LayerWeights, window: int | None) -> tuple[Any, ...]:
         layer.down,
         _window(window),
     )
+
+
+def _count_positions(positions: npt.NDArray[np.int32]) -> int:
+    return max(max(positions.tolist(), default=0), 0) + 1
 
 
 def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:

@@ -15,8 +15,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from sakiyomi.noise import PURPOSE_DRAFT, Randomness
-from sakiyomi.ops.base import DraftRoom, GreedyRules
-from sakiyomi.sampling.choose import Float32s, Ids, _native, depends_on_ids, rank, treats_ids_unalike
+from sakiyomi.sampling.choose import Float32s, Ids, depends_on_ids, rank, treats_ids_unalike
 from sakiyomi.sampling.distributions import Law, law_at, law_of
 from sakiyomi.tree import ROOT, Draft, TreeBuilder
 from sakiyomi.types import DrawMode, History, Output, Sequence
@@ -230,24 +229,6 @@ def takes_the_best(sequence: Sequence, draw: DrawMode) -> bool:
 def log_confidence(min_confidence: float) -> float:
     """The logarithm, -inf for 0."""
     return float(np.log(min_confidence)) if min_confidence > 0 else -np.inf
-
-
-def draft_rows(rows: Seq[Float32s], rules: GreedyRules, room: DraftRoom) -> Draft | None:
-    """What `Growth` drafts where it `takes_the_best` and all nodes of a depth have the same candidates.
-
-    Args:
-        rows: the logits [K] of each depth.
-
-    Returns:
-        None where it has to grow node by node: without the C++ routines, or from damaged logits.
-    """
-    if _native is None:
-        return None
-    found = _native.draft_rows(
-        *(list(rows), rules.ids, rules.sharpness, rules.width, rules.lowest),
-        *(room.max_depth, room.max_nodes, room.end_ids),
-    )
-    return None if found is None else Draft(found[0], found[1], confidences=found[2])
 
 
 def fill_in(drafts: Seq[Draft | None], grow: Callable[[list[int]], Seq[Draft]]) -> list[Draft]:
