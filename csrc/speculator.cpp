@@ -2,21 +2,14 @@
 // (`mlp_step`) and sampling/growth.py with the same routines per row. A draft is a few such steps behind each other, so what
 // matters is what stands around the matrices.
 #include <algorithm>
-#include <cmath>
 #include <cstring>
-#include <functional>
-#include <limits>
-#include <memory>
-#include <utility>
 #include <vector>
 
 #include <nanobind/stl/vector.h>
 
 #include "arrays.hpp"
 #include "greedy.hpp"
-#include "half.hpp"
 #include "kernels.hpp"
-#include "noise.hpp"
 #include "parallel.hpp"
 #include "weights.hpp"
 
@@ -66,153 +59,6 @@ class Inputs {
     std::byte* base_ = nullptr;
 };
 
-// Of the logits of a share: the largest (nan where there is one), and the sum of exp(logit - largest).
-struct ShareScore {
-    float largest;
-    double weight;
-};
-static_assert(kShareBlocks * kLanes == kChooseBlock, "a share of the head is a block of the chooser");
-
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-
-// Multiplies the logits of a share with `sharpness` and looks at them, while they are at hand.
-ShareScore score_share(const Kernels& kernel, float* logits, std::int64_t count, float sharpness) {
-    if (sharpness != 1)
-        for (std::int64_t i = 0; i < count; ++i) logits[i] *= sharpness;
-    float padded[kChooseBlock];
-    const float* block = logits;
-    if (count < kChooseBlock) {
-        std::fill(std::copy(logits, logits + count, padded), padded + kChooseBlock, -kInfinity);
-        block = padded;
-    }
-    ShareScore score{0, 0};
-    if (kernel.scan_blocks(block, 1, &score.largest)) score.largest = std::numeric_limits<float>::quiet_NaN();
-    if (!std::isfinite(score.largest)) return score;
-    const ScoreRule rule{score.largest, 1.0, -std::numeric_limits<double>::infinity()};
-    double lanes[16] = {};
-    kernel.sum_blocks(block, 1, &score.largest, &rule, lanes);
-    for (const double lane : lanes) score.weight += lane;
-    return score;
-}
-
-// `rank_row` of logits whose shares are scored, up to rounding of the confidences.
-bool rank_scored(const Kernels& kernel, const float* logits, std::int64_t size, const ShareScore* scores, std::int64_t width,
-                 Ranking* ranking) {
-    const std::int64_t num_shares = (size + kChooseBlock - 1) / kChooseBlock, count = std::min(width, size);
-    float max = -kInfinity;
-    for (std::int64_t share = 0; share < num_shares; ++share) {
-        if (std::isnan(scores[share].largest)) return false;
-        max = std::max(max, scores[share].largest);
-    }
-    if (!std::isfinite(max)) return rank_row(logits, size, count, ranking);
-    const ScoreRule rule{max, 1.0, -std::numeric_limits<double>::infinity()};
-    double total = 0;
-    for (std::int64_t first = 0; first < num_shares; first += kChooseBlock) {
-        const std::int64_t end = std::min<std::int64_t>(kChooseBlock, num_shares - first);
-        float largest[kChooseBlock];
-        double weights[kChooseBlock];
-        for (std::int64_t i = 0; i < kChooseBlock; ++i) largest[i] = i < end ? scores[first + i].largest : -kInfinity;
-        kernel.weigh_block(largest, &rule, weights);
-        for (std::int64_t i = 0; i < end; ++i) total += weights[i] * scores[first + i].weight;
-    }
-    const double log_total = exact_log(total);
-    ranking->ids.clear();
-    ranking->confidences.clear();
-    if (count == 1) {
-        std::int64_t share = 0;
-        while (scores[share].largest != max) ++share;
-        const float* first = logits + share * kChooseBlock;
-        ranking->ids.push_back(std::find(first, logits + size, max) - logits);
-    } else {
-        // The share with the count-th largest maximum holds the last one that may be among the best.
-        float low = -kInfinity;
-        if (count <= num_shares) {
-            thread_local std::vector<float> order;
-            order.clear();
-            for (std::int64_t i = 0; i < num_shares; ++i) order.push_back(scores[i].largest);
-            std::nth_element(order.begin(), order.begin() + (count - 1), order.end(), std::greater<float>());
-            low = order[static_cast<std::size_t>(count - 1)];
-        }
-        for (std::int64_t share = 0; share < num_shares; ++share) {
-            if (!(scores[share].largest >= low)) continue;
-            const std::int64_t first = share * kChooseBlock, end = std::min<std::int64_t>(size, first + kChooseBlock);
-            if (end - first == kChooseBlock) {
-                for (std::uint64_t bits = kernel.find_in_block(logits + first, low); bits != 0; bits &= bits - 1)
-                    ranking->ids.push_back(first + __builtin_ctzll(bits));
-            } else {
-                for (std::int64_t id = first; id < end; ++id)
-                    if (logits[id] >= low && logits[id] > -kInfinity) ranking->ids.push_back(id);
-            }
-        }
-        std::sort(ranking->ids.begin(), ranking->ids.end(), [&](std::int64_t a, std::int64_t b) {
-            return logits[a] != logits[b] ? logits[a] > logits[b] : a < b;
-        });
-        ranking->ids.resize(std::min(ranking->ids.size(), static_cast<std::size_t>(count)));
-    }
-    for (const std::int64_t id : ranking->ids)
-        ranking->confidences.push_back(static_cast<double>(logits[id]) - static_cast<double>(max) - log_total);
-    return true;
-}
-
-// The rows of a head in 8 bits, each in one piece: in the blocks of a weight one row touches as many lines as sixteen do.
-class HeadRows {
-   public:
-    explicit HeadRows(const PackedWeight& head)
-        : num_groups_(head.num_inputs / kGroup), bytes_(static_cast<std::size_t>(head.num_outputs * num_groups_ * kRowGroup)) {
-        std::uint8_t* row = bytes_.data();
-        for (std::int64_t id = 0; id < head.num_outputs; ++id) {
-            const std::uint8_t* block = head.bytes.get() + id / kLanes * head.block_bytes();
-            const std::int64_t lane = id % kLanes;
-            for (std::int64_t group = 0; group < num_groups_; ++group, row += kRowGroup, block += group_bytes(Storage::kBytes)) {
-                for (std::int64_t quad = 0; quad < kGroup / 4; ++quad)
-                    std::memcpy(row + quad * 4, block + (quad * kLanes + lane) * 4, 4);
-                const std::uint8_t* halves = block + value_bytes(Storage::kBytes) + lane * 2;
-                for (int i = 0; i < 2; ++i) {
-                    std::uint16_t half;
-                    std::memcpy(&half, halves + i * kLanes * 2, sizeof half);
-                    const float factor = half_to_float(half);
-                    std::memcpy(row + kGroup + i * 4, &factor, sizeof factor);
-                }
-            }
-        }
-    }
-    void fetch(std::int64_t id) const {
-        for (std::int64_t at = 0; at < num_groups_ * kRowGroup; at += 64) __builtin_prefetch(row(id) + at);
-    }
-    // The product of a row with a single row of quantized inputs, by the operations of the kernels.
-    float multiply(std::int64_t id, const std::uint8_t* inputs) const {
-        const std::uint8_t* group = row(id);
-        float total = 0;
-        for (std::int64_t i = 0; i < num_groups_; ++i, group += kRowGroup, inputs += input_group_bytes(1)) {
-            std::int32_t sum = 0;
-            for (int at = 0; at < kGroup; ++at) sum += group[at] * static_cast<std::int8_t>(inputs[at]);
-            float own[2], factors[2];  // scale and min; the inputs' scale, and their sum times that
-            std::memcpy(own, group + kGroup, sizeof own);
-            std::memcpy(factors, inputs + kGroup, sizeof factors);
-            total = std::fma(static_cast<float>(sum), own[0] * factors[0], total);
-            total = std::fma(own[1], factors[1], total);
-        }
-        return total;
-    }
-
-   private:
-    static constexpr std::int64_t kRowGroup = kGroup + 8;  // the values of a group, its scale and its min
-
-    const std::uint8_t* row(std::int64_t id) const { return bytes_.data() + id * num_groups_ * kRowGroup; }
-
-    std::int64_t num_groups_;
-    std::vector<std::uint8_t> bytes_;
-};
-
-// A head in four bits, in which a draft looks for what the head itself then compares.
-struct Screen {
-    const PackedWeight* weight;
-    HeadRows rows;
-};
-
-// Candidates beyond those that are wanted: with four bits the best one is among the best four.
-constexpr std::int64_t kSpareCandidates = 3;
-
 class MlpStep {
    public:
     // weights: (fuse, fuse_token, bias, inner_norm, gate_up, down, norm, ones); every object is kept alive.
@@ -254,13 +100,6 @@ class MlpStep {
         check_equal("the outputs of the head of advance", advance.num_ids(), num_ids());
     }
 
-    std::unique_ptr<Screen> make_screen(const PackedWeight& weight) const {
-        check_equal("the outputs of the screen", weight.num_outputs, num_ids());
-        check_equal("the inputs of the screen", weight.num_inputs, hidden_);
-        check(weight.is_quantized() && head_->storage == Storage::kBytes, "a screen stands for a head in 8 bits.");
-        return std::unique_ptr<Screen>(new Screen{&weight, HeadRows(*head_)});
-    }
-
     void run(Matrix left, Ints ids, OutMatrix states, OutMatrix logits, int num_threads) const {
         const std::int64_t num_rows = static_cast<std::int64_t>(ids.shape(0));
         check_left(left, num_rows);
@@ -271,25 +110,23 @@ class MlpStep {
         const int wanted = useful_threads(num_rows, num_threads);
         nb::gil_scoped_release released;
         Pool::Lease lease(wanted);
-        const std::size_t room = Space(*this, *head_, nullptr, num_rows, wanted, nullptr).num_bytes;
+        const std::size_t room = Space(*this, nullptr, num_rows, wanted, nullptr).num_bytes;
         std::byte* scratch = lease.scratch(room + static_cast<std::size_t>(num_rows * hidden_) * 4);
-        const Space space(*this, *head_, nullptr, num_rows, wanted, scratch);
+        const Space space(*this, nullptr, num_rows, wanted, scratch);
         float* raw = reinterpret_cast<float*>(scratch + room);
         const Rows rows{num_rows, ids.data(), nullptr};
-        const Results results{raw, states.data(), logits.data(), nullptr, 1};
+        const Results results{raw, states.data(), logits.data(), 1};
         lease.run([&](Team& team, int rank) {
             fuse(left.data(), space, raw, team, rank);
-            run_rows(rows, results, space, *head_, nullptr, team, rank);
+            run_rows(rows, results, space, nullptr, team, rank);
         });
     }
 
     // Grows greedy trees behind `ids`, one for each row: this is the first step of each, `advance` all further ones. A level
     // appends the `width` best children to each node of the frontier, and the `width` best of them go on, while they are
-    // believed with `lowest`. A single row looks for them with `screen`, unless that is null, and compares what is
-    // found by the head. Returns false where logits are damaged.
-    bool grow(const MlpStep& advance, const Screen* screen, const Matrix& left, const std::vector<std::int32_t>& ids,
-              const std::int64_t* vocabulary, float sharpness, std::int64_t width, double lowest, std::vector<GreedyTree>& trees,
-              int num_threads) const {
+    // believed with `lowest`. Returns false where logits are damaged.
+    bool grow(const MlpStep& advance, const Matrix& left, const std::vector<std::int32_t>& ids, const std::int64_t* vocabulary,
+              float sharpness, std::int64_t width, double lowest, std::vector<GreedyTree>& trees, int num_threads) const {
         const std::int64_t num_trees = static_cast<std::int64_t>(trees.size());
         check_left(left, num_trees);
         for (const std::int32_t id : ids) check_id(id);
@@ -298,19 +135,14 @@ class MlpStep {
         for (const GreedyTree& tree : trees) deepest = std::max(deepest, tree.max_depth);
         const int team_size = useful_threads(num_trees, num_threads);
         const std::int64_t most = num_trees * std::min(width, num_ids());
-        const std::int64_t shares = num_shares(head_->num_blocks());
         nb::gil_scoped_release released;
         Pool::Lease lease(team_size);
-        const std::size_t room = std::max(Space(*this, *head_, &advance, num_trees, team_size, nullptr).num_bytes,
-                                          Space(advance, *head_, &advance, most, team_size, nullptr).num_bytes);
+        const std::size_t room = std::max(Space(*this, &advance, num_trees, team_size, nullptr).num_bytes,
+                                          Space(advance, &advance, most, team_size, nullptr).num_bytes);
         const std::size_t floats = static_cast<std::size_t>(most * (2 * hidden_ + num_ids()) + 15) / 16 * 64;
-        const std::size_t score_bytes = static_cast<std::size_t>(most * shares * static_cast<std::int64_t>(sizeof(ShareScore)) + 63) / 64 * 64;
-        std::byte* scratch = lease.scratch(room + floats + score_bytes + Inputs(*head_, 1, team_size).num_bytes());
-        // What is compared is read while other threads are at the next step and its memory.
-        std::byte* compared = scratch + room + floats + score_bytes;
+        std::byte* scratch = lease.scratch(room + floats);
         float* raw = reinterpret_cast<float*>(scratch + room);
-        const Results results{raw, raw + most * hidden_, raw + 2 * most * hidden_,
-                              reinterpret_cast<ShareScore*>(scratch + room + floats), sharpness};
+        const Results results{raw, raw + most * hidden_, raw + 2 * most * hidden_, sharpness};
         bool is_sound = true;
         lease.run([&](Team& team, int rank) {
             // Every thread does the same with trees of its own, which is cheaper than to wait for one that does.
@@ -320,26 +152,15 @@ class MlpStep {
             thread_local Frontier frontier;
             frontier.tokens = ids;
             frontier.above.clear();
-            fuse(left.data(), Space(*this, *head_, &advance, num_trees, team_size, scratch), raw, team, rank);
+            fuse(left.data(), Space(*this, &advance, num_trees, team_size, scratch), raw, team, rank);
             const MlpStep* step = this;
             for (std::int64_t depth = 1; !frontier.tokens.empty(); ++depth) {
                 const std::int64_t num_rows = static_cast<std::int64_t>(frontier.tokens.size());
                 const Rows rows{num_rows, frontier.tokens.data(), frontier.above.empty() ? nullptr : frontier.above.data()};
                 const MlpStep* next = depth < deepest ? &advance : nullptr;
-                const bool is_screened = num_rows == 1 && screen != nullptr;
-                const PackedWeight& head = is_screened ? *screen->weight : *step->head_;
-                Space space(*step, head, &advance, num_rows, team_size, scratch);
-                if (is_screened) space.head.place(compared);
-                step->run_rows(rows, results, space, head, next, team, rank);
+                step->run_rows(rows, results, Space(*step, &advance, num_rows, team_size, scratch), next, team, rank);
                 mark(Phase::kOther);
-                const auto rank_row = [&](std::int64_t row, Ranking* best) {
-                    const std::int64_t count = is_screened ? width + kSpareCandidates : width;
-                    float* logits = results.logits + row * num_ids();
-                    if (!rank_scored(kernels(), logits, num_ids(), results.scores + row * shares, count, best)) return false;
-                    if (is_screened) step->compare(space.head, *screen, rank, logits, sharpness, width, best);
-                    return true;
-                };
-                if (!frontier.go_on(own, rank_row, vocabulary, width, lowest)) {
+                if (!frontier.go_on(own, results.logits, num_ids(), vocabulary, width, lowest)) {
                     if (rank == 0) is_sound = false;
                     break;
                 }
@@ -362,8 +183,7 @@ class MlpStep {
         float* raw;  // what `fuse_` makes of the states in front of the tokens; behind the step, of this step's states
         float* states;
         float* logits;
-        ShareScore* scores;  // or null
-        float sharpness;     // of scored logits
+        float sharpness;  // that logits are multiplied with
     };
 
     // The nodes that go on, as one thread sees them.
@@ -372,11 +192,10 @@ class MlpStep {
         std::vector<std::int64_t> above;
         Ranking ranking;
 
-        // The children of all frontiers, and the rows of the next step. Returns false where logits are damaged, of which
-        // rank_row(row, ranking) tells.
-        template <class RankRow>
-        bool go_on(std::vector<GreedyTree>& trees, RankRow&& rank_row, const std::int64_t* vocabulary, std::int64_t width,
-                   double lowest) {
+        // The children of all frontiers, given a row of logits for each node, and the rows of the next step. Returns false
+        // where logits are damaged.
+        bool go_on(std::vector<GreedyTree>& trees, float* logits, std::int64_t num_ids, const std::int64_t* vocabulary,
+                   std::int64_t width, double lowest) {
             tokens.clear();
             above.clear();
             std::int64_t row = 0;
@@ -384,10 +203,8 @@ class MlpStep {
                 const std::int64_t first_row = row;
                 const std::size_t first = tree.nodes.size();
                 const std::vector<std::int64_t> parents = tree.frontier;
-                for (const std::int64_t parent : parents) {
-                    if (!rank_row(row++, &ranking)) return false;
-                    tree.add_ranked(parent, ranking, vocabulary);
-                }
+                for (const std::int64_t parent : parents)  // the logits are sharp already
+                    if (!tree.add_best(parent, logits + row++ * num_ids, num_ids, vocabulary, 1, width, &ranking)) return false;
                 if (parents.empty()) continue;
                 tree.go_on(first, width, lowest);
                 for (const std::int64_t node : tree.frontier) {
@@ -409,9 +226,8 @@ class MlpStep {
         float *fused, *gates, *token_sums;
         std::size_t num_bytes;
 
-        Space(const MlpStep& step, const PackedWeight& head_used, const MlpStep* next_step, std::int64_t rows, int num_copies,
-              std::byte* base)
-            : left(*step.fuse_, rows, num_copies), up(*step.gate_up_, rows, num_copies), head(head_used, rows, num_copies),
+        Space(const MlpStep& step, const MlpStep* next_step, std::int64_t rows, int num_copies, std::byte* base)
+            : left(*step.fuse_, rows, num_copies), up(*step.gate_up_, rows, num_copies), head(*step.head_, rows, num_copies),
               next(*(next_step == nullptr ? step : *next_step).fuse_, rows, num_copies), down(*step.down_, rows, 1),
               num_rows(rows), copies(num_copies) {
             std::size_t used = 0;
@@ -466,9 +282,9 @@ class MlpStep {
         multiply(kernels(), *fuse_, space.left.job(rank, bias_, nullptr, raw), team, rank);
     }
 
-    // Behind `fuse`: the step with logits over `head`, and `next->fuse` of its states.
-    void run_rows(const Rows& rows, const Results& results, const Space& space, const PackedWeight& head, const MlpStep* next,
-                  Team& team, int rank) const {
+    // Behind `fuse`: the step, and `next->fuse` of its states.
+    void run_rows(const Rows& rows, const Results& results, const Space& space, const MlpStep* next, Team& team,
+                  int rank) const {
         const Kernels& kernel = kernels();
         float* fused = space.fused_of(rank, hidden_);
         mark(Phase::kNorm);
@@ -481,47 +297,20 @@ class MlpStep {
         mark(Phase::kNorm);
         norm_rows(kernel, results.states, norm_, space.head, rows.num_rows, rank);
         if (next != nullptr) next->norm_states(results.states, space.next, rows.num_rows, rank);
-        const std::int64_t num_own = num_shares(head.num_blocks());
+        const std::int64_t num_own = num_shares(head_->num_blocks());
         const std::int64_t num_further = next == nullptr ? 0 : num_shares(next->fuse_->num_blocks());
         const LinearJob own = space.head.job(rank, nullptr, nullptr, results.logits);
         const LinearJob further = space.next.job(rank, next == nullptr ? nullptr : next->bias_, nullptr, results.raw);
         mark(Phase::kHead);
         team.share(rank, num_own + num_further, [&](std::int64_t item) {
             if (item >= num_own) return run_share(kernel, *next->fuse_, further, item - num_own);
-            run_share(kernel, head, own, item);
-            if (results.scores == nullptr) return;
-            const std::int64_t first = item * kChooseBlock, count = std::min<std::int64_t>(kChooseBlock, num_ids() - first);
+            run_share(kernel, *head_, own, item);
+            if (results.sharpness == 1) return;
+            // Not by who ranks them, since every thread does.
+            const std::int64_t first = item * kShareBlocks * kLanes, end = std::min(num_ids(), first + kShareBlocks * kLanes);
             for (std::int64_t row = 0; row < rows.num_rows; ++row)
-                results.scores[row * num_own + item] =
-                    score_share(kernel, results.logits + row * num_ids() + first, count, results.sharpness);
+                for (std::int64_t id = first; id < end; ++id) results.logits[row * num_ids() + id] *= results.sharpness;
         });
-    }
-
-    // Puts the best `width` of some candidates for the only row into the order of the head, given `logits` over a screen.
-    void compare(const Inputs& inputs, const Screen& screen, int rank, const float* logits, float sharpness, std::int64_t width,
-                 Ranking* best) const {
-        const double base = static_cast<double>(logits[best->ids[0]]) - best->confidences[0];
-        if (!std::isfinite(base)) return;
-        for (const std::int64_t id : best->ids) screen.rows.fetch(id);
-        const std::uint8_t* quantized = inputs.job(rank, nullptr, nullptr, nullptr).inputs;
-        thread_local std::vector<std::pair<float, std::int64_t>> found;
-        found.clear();
-        double total = 1;  // of all probabilities, with the candidates' own as the head says
-        for (std::size_t i = 0; i < best->ids.size(); ++i) {
-            found.emplace_back(screen.rows.multiply(best->ids[i], quantized) * sharpness, best->ids[i]);
-            total += exact_exp(static_cast<double>(found[i].first) - base) - exact_exp(best->confidences[i]);
-        }
-        std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) {
-            return a.first != b.first ? a.first > b.first : a.second < b.second;
-        });
-        found.resize(std::min(found.size(), static_cast<std::size_t>(width)));
-        const double log_total = exact_log(std::max(total, 1e-9));
-        best->ids.clear();
-        best->confidences.clear();
-        for (const auto& [logit, id] : found) {
-            best->ids.push_back(id);
-            best->confidences.push_back(static_cast<double>(logit) - base - log_total);
-        }
     }
 
     // The first sum of each row, by each thread for itself.
@@ -611,14 +400,13 @@ class MlpStep {
 class MlpDrafts {
    public:
     // start: the first step of each draft, advance: all further ones; logits are of `vocabulary`, and are multiplied with
-    // `sharpness` before they are looked at. For screen (or None), width and lowest see MlpStep::grow.
-    MlpDrafts(nb::object start, nb::object advance, nb::object screen, nb::object vocabulary, float sharpness, std::int64_t width,
-              double lowest, int num_threads)
-        : kept_{start, advance, screen, vocabulary}, start_(nb::cast<const MlpStep*>(start)), advance_(nb::cast<const MlpStep*>(advance)),
-          sharpness_(sharpness), width_(width), lowest_(lowest), num_threads_(num_threads) {
+    // `sharpness` before they are looked at. For width and lowest see MlpStep::grow.
+    MlpDrafts(nb::object start, nb::object advance, nb::object vocabulary, float sharpness, std::int64_t width, double lowest,
+              int num_threads)
+        : kept_{start, advance, vocabulary}, start_(nb::cast<const MlpStep*>(start)),
+          advance_(nb::cast<const MlpStep*>(advance)), sharpness_(sharpness), width_(width), lowest_(lowest), num_threads_(num_threads) {
         start_->check_next(*advance_);
         check(width > 0, "width must be positive.");
-        if (!screen.is_none()) screen_ = start_->make_screen(*nb::cast<const PackedWeight*>(screen));
         const auto ids = nb::cast<In<std::int64_t, nb::ndim<1>>>(vocabulary, false);
         check_ids(ids, start_->num_ids(), start_->vocab_size());
         vocabulary_ = ids.data();
@@ -638,7 +426,7 @@ class MlpDrafts {
             for (nb::handle id : room[2]) trees[i].end_ids.push_back(nb::cast<std::int64_t>(id));
             trees[i].frontier = {GreedyTree::kRoot};
         }
-        const bool is_sound = start_->grow(*advance_, screen_.get(), left, tokens, vocabulary_, sharpness_, width_, lowest_, trees, num_threads_);
+        const bool is_sound = start_->grow(*advance_, left, tokens, vocabulary_, sharpness_, width_, lowest_, trees, num_threads_);
         nb::list drafts;
         for (const GreedyTree& tree : trees) drafts.append(is_sound ? tree.give(lowest_) : nb::object(nb::none()));
         return drafts;
@@ -647,7 +435,6 @@ class MlpDrafts {
    private:
     std::vector<nb::object> kept_;
     const MlpStep *start_, *advance_;
-    std::unique_ptr<Screen> screen_;
     const std::int64_t* vocabulary_;
     float sharpness_;
     std::int64_t width_;
@@ -667,7 +454,7 @@ void bind_speculator(nanobind::module_& m) {
         .def("run", &MlpStep::run, arg("left").noconvert(), arg("ids").noconvert(), arg("states").noconvert(),
              arg("logits").noconvert(), arg("threads"));
     nb::class_<MlpDrafts>(m, "MlpDrafts")
-        .def(nb::init<nb::object, nb::object, nb::object, nb::object, float, std::int64_t, double, int>(), arg("start"),
-             arg("advance"), arg("screen").none(), arg("vocabulary"), arg("sharpness"), arg("width"), arg("lowest"), arg("threads"))
+        .def(nb::init<nb::object, nb::object, nb::object, float, std::int64_t, double, int>(), arg("start"), arg("advance"),
+             arg("vocabulary"), arg("sharpness"), arg("width"), arg("lowest"), arg("threads"))
         .def("draft", &MlpDrafts::draft, arg("left").noconvert(), arg("ids"), arg("rooms"));
 }

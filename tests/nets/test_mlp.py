@@ -9,7 +9,6 @@ import pytest
 
 from sakiyomi.errors import CheckpointError
 from sakiyomi.nets.mlp import MATRICES, TOKEN_IDS, MlpConfig, MlpSpeculator
-from sakiyomi.ops.base import DraftRoom, GreedyRules
 from sakiyomi.ops.native import NativeOps
 
 torch = pytest.importorskip("torch")
@@ -71,32 +70,6 @@ def test_the_fused_step_is_the_composed_one_bit_by_bit(dtype: Any, threads: int)
             assert np.array_equal(logits, ops.linear(net.features(plain), head))
             states, logits = net.advance_logits(states, ids[step, :num_rows], head)
             plain = net.advance(plain, ids[step, :num_rows])
-
-
-@pytest.mark.parametrize("width", [1, 3])
-def test_a_screened_head_drafts_what_the_head_itself_would(width: int) -> None:
-    """In 8 bits, with so many rows that candidates are looked for in four bits."""
-    rng = np.random.default_rng(5)
-    vocab, num_rows = 700, 60
-    embedding = rng.normal(0, 1, (vocab, HIDDEN)).astype(np.float32)
-    taps = rng.normal(0, 3, (num_rows, TAPS * HIDDEN)).astype(np.float32)
-    ops = NativeOps(dtype="int8", threads=2)
-    head = ops.weight(embedding)
-    net = MlpSpeculator.load(ops, CONFIG, random_tensors(), head, vocab)
-    rules = GreedyRules(ids=np.arange(vocab), sharpness=1.3, width=width, lowest=-np.inf)
-    num_equal, errors = 0, []
-    for row in range(num_rows):
-        left, room = taps[row : row + 1], DraftRoom(max_depth=1, max_nodes=width, end_ids=frozenset())
-        (draft,) = net.draft(left, [row], head, rules, [room])
-        logits = net.start_logits(left, np.array([row], np.int32), head)[1][0].astype(np.float64) * 1.3
-        wanted = np.argsort(-logits, kind="stable")[:width]
-        assert draft is not None
-        assert draft.confidences is not None
-        num_equal += draft.tokens == tuple(wanted.tolist())
-        total = np.log(np.exp(logits - logits.max()).sum()) + logits.max()
-        errors += [np.log(c) - (logits[t] - total) for t, c in zip(draft.tokens, draft.confidences, strict=True)]
-    assert num_equal >= 0.95 * num_rows
-    assert np.abs(errors).max() < 0.2
 
 
 def test_rows_of_a_batch_do_not_meet() -> None:

@@ -437,8 +437,6 @@ class Ops(ABC):
 
         Returns:
             For each row what `sampling.growth.Growth` would draft, or None where it has to be grown level by level.
-            An implementation may look for the best ids in a rounded head first (native does where the head is large),
-            so that confidences are estimates, and once in hundreds of tokens another one is drafted.
         """
         return [None] * len(token_ids)
 

@@ -53,8 +53,6 @@ KEY_BLOCK = 32
 ROPE_BLOCK = 1024
 _LARGEST_HALF = 65504.0
 _MAX_STACKS = 16
-_LEAST_SCREENED = 512
-"""Rows of a head below which reading it costs a draft little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,14 +318,7 @@ class NativeOps(Ops):
             return None
         start, advance = (self._mlp_step(embedding, weights, head) for weights in steps)
         fields = (rules.ids, rules.sharpness, rules.width, rules.lowest, self.threads)
-        return _native.MlpDrafts(start, advance, self._screen(head), *fields)
-
-    def _screen(self, head: Any) -> Any:
-        """A head of 8 bits in four, in which a draft looks for what the head then compares; None for others."""
-        num_rows = head.shape[0]
-        if head.value_bits != 8 or num_rows < _LEAST_SCREENED:
-            return None
-        return self.weight(quantize(self.embed(head, np.arange(num_rows, dtype=np.int32)), bits=4))
+        return _native.MlpDrafts(start, advance, *fields)
 
     def _mlp_step(self, embedding: Any, weights: MlpWeights, head: Any) -> Any:
         """The C++ form of a step, kept for the next call with the same weights."""
