@@ -67,10 +67,28 @@ void round_query(const float* query, int64_t dim, float scale, void* record) {
     }
 }
 
+// Lines of the next chunk's keys and then of its values, fetched a few at a time between products: memory answers those of a
+// burst one after another, and rests while there is none.
+struct Fetcher {
+    const uint8_t *next, *end, *values, *values_end;
+    int64_t step;
+
+    void fetch() {
+        for (int64_t i = 0; i < step; ++i, next += 64) {
+            if (next >= end) {
+                next = values;
+                end = values = values_end;
+                if (next >= end) return;
+            }
+            prefetch_far(next);
+        }
+    }
+};
+
 // Scores of a block of 32 positions.
 template <int HEADS>
 inline void score_bytes(const uint8_t* keys, int64_t groups, const RoundedQuery* queries, float (*scores)[kKeyChunk],
-                        int64_t at) {
+                        int64_t at, Fetcher& ahead) {
     Vf total[HEADS][2];
     for (int h = 0; h < HEADS; ++h) total[h][0] = total[h][1] = set1(0.0f);
     for (int64_t group = 0; group < groups; ++group) {
@@ -80,6 +98,7 @@ inline void score_bytes(const uint8_t* keys, int64_t groups, const RoundedQuery*
             sums[h][0] = sums[h][1] = add(start_sums(queries[h].values + group * kGroup), set1_int(queries[h].starts[group]));
 #pragma GCC unroll 8
         for (int k = 0; k < 8; ++k) {
+            ahead.fetch();
             const Wq low = load_weights(side[0] + k * 64), high = load_weights(side[1] + k * 64);
             for (int h = 0; h < HEADS; ++h) {
                 const Aq q = load_inputs(queries[h].values + group * kGroup + k * 4);
@@ -208,26 +227,10 @@ inline void weigh_scores(const Seen& seen, const float* const* value_scales, flo
     for (int h = 0; h < HEADS; ++h) weights[h].start = start_for(reduce_add(sums[h]));
 }
 
-// What is fetched of the next chunk while a row is computed: of its blocks of keys and of values those that `row` takes of
-// `num_rows`. Null: nothing.
-struct NextChunk {
-    const uint8_t *keys, *values;
-    int64_t key_bytes, value_bytes, row, num_rows;
-
-    void fetch_keys(int64_t block) const {
-        if (keys == nullptr || block * num_rows / kChunkBlocks != row) return;
-        for (int64_t line = 0; line < key_bytes; line += 64) prefetch_far(keys + block * key_bytes + line);
-    }
-    void fetch_values(int64_t block) const {
-        if (keys == nullptr || (2 * block + 1) * num_rows / (2 * kChunkBlocks) != row) return;
-        for (int64_t line = 0; line < value_bytes; line += 64) prefetch_far(values + block * value_bytes + line);
-    }
-};
-
 // The weighted sums of PARTS vectors of the values.
 template <int HEADS, int PARTS>
 inline void sum_bytes(const Seen& seen, const uint8_t* const* values, int64_t offset, const ByteWeights* weights, float* part,
-                      int64_t part_step, const NextChunk& next) {
+                      int64_t part_step, Fetcher& ahead) {
     Vi sums[HEADS][2][PARTS];
     for (int h = 0; h < HEADS; ++h)
         for (int term = 0; term < 2; ++term)
@@ -238,10 +241,10 @@ inline void sum_bytes(const Seen& seen, const uint8_t* const* values, int64_t of
                 const Vi start = start_sums(weights[h].terms[b][term]);
                 for (int p = 0; p < PARTS; ++p) sums[h][term][p] = add(sums[h][term][p], start);
             }
-        if (offset == 0) next.fetch_values(b);
         const uint8_t* block = values[b] + offset * kKeyBlock;
 #pragma GCC unroll 8
         for (int k = 0; k < 8; ++k) {
+            ahead.fetch();
             Wq w[PARTS];
             for (int p = 0; p < PARTS; ++p) w[p] = load_weights(block + p * kKeyBlock * kLanes + k * 64);
             for (int h = 0; h < HEADS; ++h)
@@ -260,11 +263,20 @@ inline void sum_bytes(const Seen& seen, const uint8_t* const* values, int64_t of
 
 template <int HEADS>
 inline void sum_heads(const Seen& seen, const uint8_t* const* values, int64_t dim, const ByteWeights* weights, float* part,
-                      const NextChunk& next) {
+                      Fetcher& ahead) {
     int64_t offset = 0;
-    for (; offset + 4 * kLanes <= dim; offset += 4 * kLanes)
-        sum_bytes<HEADS, 4>(seen, values, offset, weights, part, part_floats(dim), next);
-    for (; offset < dim; offset += kLanes) sum_bytes<HEADS, 1>(seen, values, offset, weights, part, part_floats(dim), next);
+    for (; offset + 2 * kLanes <= dim; offset += 2 * kLanes)  // four vectors at once have fewer loads and are slower
+        sum_bytes<HEADS, 2>(seen, values, offset, weights, part, part_floats(dim), ahead);
+    for (; offset < dim; offset += kLanes) sum_bytes<HEADS, 1>(seen, values, offset, weights, part, part_floats(dim), ahead);
+}
+
+// What one of the rows fetches of a chunk.
+inline Fetcher share_of_next(const uint8_t* keys, const uint8_t* values, int64_t dim, int64_t row, int64_t num_rows) {
+    const int64_t calls = kChunkBlocks * 8 * 2 * num_groups(dim);  // half of them with the keys, half with the values
+    const int64_t key_lines = kChunkBlocks * key_block_bytes(dim) / 64, value_lines = kChunkBlocks * value_block_bytes(dim) / 64;
+    const auto line = [&](const uint8_t* start, int64_t count, int64_t of) { return start + count * of / num_rows * 64; };
+    return {line(keys, key_lines, row), line(keys, key_lines, row + 1), line(values, value_lines, row), line(values, value_lines, row + 1),
+            (key_lines + value_lines) / num_rows / calls + 1};
 }
 
 template <int HEADS>
@@ -315,21 +327,18 @@ void attend_bytes_row(const AttendJob& job, int64_t row_index) {
     const RoundedQuery queries[4] = {query(0), query(HEADS > 1 ? 1 : 0), query(HEADS > 2 ? 2 : 0), query(HEADS > 3 ? 3 : 0)};
     alignas(64) float scores[HEADS][kKeyChunk];
     const int64_t after = job.begin / kKeyBlock + kChunkBlocks;
-    const bool has_next = row.last >= job.begin + kKeyChunk;
-    const NextChunk next{has_next ? all_keys + after * key_bytes : nullptr, all_values + after * value_bytes, key_bytes, value_bytes,
-                         row_index, job.num_rows};
-    for (int64_t b = seen.begin; b < seen.end; ++b) {
-        next.fetch_keys(b);
-        score_bytes<HEADS>(keys[b], num_groups(dim), queries, scores, b * kKeyBlock);
-    }
+    Fetcher ahead = share_of_next(all_keys + after * key_bytes, all_values + after * value_bytes, dim, row_index, job.num_rows);
+    if (row.last < job.begin + kKeyChunk) ahead.step = 0;
+    for (int64_t b = seen.begin; b < seen.end; ++b)
+        score_bytes<HEADS>(keys[b], num_groups(dim), queries, scores, b * kKeyBlock, ahead);
     if (is_first) fetch_blocks(all_values, value_bytes, job.begin / kKeyBlock, seen);
     ByteWeights weights[HEADS];
     weigh_scores<HEADS>(seen, value_scales, scores, row.part, part_floats(dim), weights);
     if constexpr (HEADS == 4) {  // their sums would not fit the registers
-        sum_heads<2>(seen, values, dim, weights, row.part, next);
-        sum_heads<2>(seen, values, dim, weights + 2, row.part + 2 * part_floats(dim), {});
+        sum_heads<2>(seen, values, dim, weights, row.part, ahead);
+        sum_heads<2>(seen, values, dim, weights + 2, row.part + 2 * part_floats(dim), ahead);
     } else {
-        sum_heads<HEADS>(seen, values, dim, weights, row.part, next);
+        sum_heads<HEADS>(seen, values, dim, weights, row.part, ahead);
     }
 }
 

@@ -396,7 +396,7 @@ inline Vf exp_clamped(Vf x) {
     return scale_by_power(y, n);
 }
 
-inline Vf silu(Vf x) { return div_nearly(x, add(set1(1.0f), exp_clamped(sub(set1(0.0f), x)))); }
+inline Vf silu(Vf x) { return div(x, add(set1(1.0f), exp_clamped(sub(set1(0.0f), x)))); }
 
 void silu_mul(const float* gate, const float* up, int64_t count, float* out) {
     const int64_t whole = count - count % kLanes, tail = count - whole;
@@ -639,12 +639,13 @@ void attend_float(const AttendJob* job) {
 
 void join_part(const float* part, int64_t head_dim, float* state) {
     if (part[0] == -__builtin_inff()) return;
-    const float largest = state[0] > part[0] ? state[0] : part[0];
-    alignas(64) float factors[kLanes] = {state[0] - largest, part[0] - largest};
-    store(factors, exp_clamped(load(factors)));
-    const Vf before = set1(factors[0]), now = set1(factors[1]);
-    state[1] = state[1] * factors[0] + part[1] * factors[1];
-    state[0] = largest;
+    // One of the factors is 1: which, decides where the other goes, without a way through memory.
+    const bool is_larger = part[0] > state[0];
+    const Vf factor = exp_clamped(set1(is_larger ? state[0] - part[0] : part[0] - state[0]));
+    const Vf before = is_larger ? factor : set1(1.0f), now = is_larger ? set1(1.0f) : factor;
+    const float kept = is_larger ? first_lane(factor) : 1.0f, added = is_larger ? 1.0f : first_lane(factor);
+    state[1] = state[1] * kept + part[1] * added;
+    if (is_larger) state[0] = part[0];
     for (int64_t i = kPartHeader; i < part_floats(head_dim); i += kLanes)
         store(state + i, fma(load(part + i), now, mul(load(state + i), before)));
 }

@@ -29,11 +29,6 @@ inline Vf add(Vf a, Vf b) { return _mm512_add_ps(a, b); }
 inline Vf sub(Vf a, Vf b) { return _mm512_sub_ps(a, b); }
 inline Vf mul(Vf a, Vf b) { return _mm512_mul_ps(a, b); }
 inline Vf div(Vf a, Vf b) { return _mm512_div_ps(a, b); }
-// a / b to some 23 bits: the exact quotient keeps a unit busy eleven cycles.
-inline Vf div_nearly(Vf a, Vf b) {
-    const Vf guess = _mm512_rcp14_ps(b);
-    return mul(a, mul(guess, _mm512_fnmadd_ps(b, guess, set1(2.0f))));
-}
 inline Vf fma(Vf a, Vf b, Vf c) { return _mm512_fmadd_ps(a, b, c); }
 inline Vf max(Vf a, Vf b) { return _mm512_max_ps(a, b); }
 inline Vf min(Vf a, Vf b) { return _mm512_min_ps(a, b); }
@@ -46,6 +41,7 @@ inline float reduce_add(Vf a) {
     const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
+inline float first_lane(Vf a) { return _mm512_cvtss_f32(a); }
 inline float reduce_max(Vf a) { return _mm512_reduce_max_ps(a); }
 
 // Sums within each quarter of four rows: lanes 4q + j hold the sum of quarter q of row j.

@@ -83,7 +83,6 @@ inline Vf div(Vf a, Vf b) {
     a.v3 = vdivq_f32(a.v3, b.v3);
     return a;
 }
-inline Vf div_nearly(Vf a, Vf b) { return div(a, b); }
 inline Vf fma(Vf a, Vf b, Vf c) {
     c.v0 = vfmaq_f32(c.v0, a.v0, b.v0);
     c.v1 = vfmaq_f32(c.v1, a.v1, b.v1);
@@ -120,6 +119,7 @@ inline float reduce_add(Vf a) {
     const float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
     return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
 }
+inline float first_lane(Vf a) { return vgetq_lane_f32(a.v0, 0); }
 inline float reduce_max(Vf a) {
     const float32x4_t four = max_of_four(max_of_four(a.v0, a.v2), max_of_four(a.v1, a.v3));
     const float32x4_t two = max_of_four(four, vextq_f32(four, four, 2));

@@ -66,7 +66,6 @@ inline Vf div(Vf a, Vf b) {
     LANES a.v[i] /= b.v[i];
     return a;
 }
-inline Vf div_nearly(Vf a, Vf b) { return div(a, b); }
 // One rounding where the machine has an instruction for it. Two elsewhere: a path promises equality with itself only.
 inline Vf fma(Vf a, Vf b, Vf c) {
 #if defined(__FP_FAST_FMAF) || defined(__aarch64__)
@@ -94,6 +93,7 @@ inline float reduce_add(Vf a) {
         for (int i = 0; i < width; ++i) a.v[i] += a.v[i + width];
     return a.v[0];
 }
+inline float first_lane(Vf a) { return a.v[0]; }
 inline float reduce_max(Vf a) {
     for (int width = 8; width > 0; width /= 2)
         for (int i = 0; i < width; ++i) a.v[i] = a.v[i] > a.v[i + width] ? a.v[i] : a.v[i + width];

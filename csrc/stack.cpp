@@ -48,7 +48,6 @@ struct Sizes {
 enum {
     kMaxRepeatedRows = 8,
     kFetchBytes = 1280,  // of each block of the next matrix
-    kMostFetched = 24576,  // bytes of rows; half of a first cache
     kGateColumns = 2 * kShareBlocks * kLanes,  // gate and up of a share
 };
 
@@ -183,20 +182,8 @@ class Pass {
             for (int byte = 0; byte < kFetchBytes; byte += 64) __builtin_prefetch(start + b * next->block_bytes() + byte);
     }
 
-    // Ask for the rows of a phase that other threads have written, all at once: each line comes from another core's cache,
-    // which a product would ask for one group after another.
-    static void fetch_rows(const void* rows, std::int64_t num_bytes, const Team& team) {
-        if (team.size() == 1 || num_bytes > kMostFetched) return;
-        for (std::int64_t byte = 0; byte < num_bytes; byte += 64) __builtin_prefetch(static_cast<const std::byte*>(rows) + byte);
-    }
-
-    void fetch_inputs(const PackedWeight& weight, Rows rows, const Team& team) const {
-        if (weight.is_quantized()) fetch_rows(rows.data, QuantizedRows::num_bytes(weight.num_inputs, num_rows), team);
-    }
-
     void linear(const PackedWeight& weight, Rows rows, const float* bias, const float* residual, float* out,
                 const PackedWeight* next, Team& team, int rank) const {
-        fetch_inputs(weight, rows, team);
         const LinearJob job = linear_job(weight, rows.data, rows.stride, num_rows, bias, residual, out, weight.num_outputs);
         team.share_then(
             rank, num_shares(weight.num_blocks()), [&](std::int64_t item) { run_share(kernels, weight, job, item); },
@@ -215,7 +202,6 @@ class Pass {
             kernels.rms_norm(x + row * sizes.hidden, weight, eps, sizes.hidden, out);
             if (next.is_quantized()) quantized.write(kernels, row, out, 0, sizes.hidden);
         };
-        if (is_repeated) fetch_rows(x, num_rows * sizes.hidden * 4, team);
         if (is_repeated)
             for (std::int64_t row = 0; row < num_rows; ++row) norm_row(row);
         else

@@ -280,7 +280,8 @@ class AdaptiveBudget:
 
     def record(self, sequences: Seq[Sequence], plan: Plan, steps: Seq[Step], seconds: float) -> None:
         num_rows = len(sequences) + sum(step.num_draft for step in steps)
-        self._passes.record(num_rows, plan.context, seconds)
+        if all(sequence.num_steps > 1 for sequence in sequences):  # the first finds cold what the prompt did not use
+            self._passes.record(num_rows, plan.context, seconds)
         is_plain = num_rows == len(sequences)
         self._num_plain[len(sequences)] += is_plain
         self._since_plain = 0 if is_plain else self._since_plain + 1

@@ -15,19 +15,21 @@ Array = npt.NDArray[np.float64]
 WINDOW = 9
 """Times of one kind that count: their median ignores four disturbed ones."""
 
-REFRESH = 32
-"""Records after which the curve is computed anew."""
+FIRST_REFRESH, LAST_REFRESH = 16, 128
+"""Curves are computed anew behind every record up to the first number, then at doublings, then every so many records:
+doing so takes a fifth of a step."""
 
-NEAR, FAR = 0.12, 0.8
-"""Widths, in logarithms of rows, within which one number of rows tells much, and at least something, of another."""
-
-FAR_WEIGHT, ANY_WEIGHT = 0.05, 1e-4
-
-NUM_SWEEPS = 3
-"""Of backfitting."""
+NEAR = 0.12
+"""Width, in logarithms of rows, within which a number of rows tells more of another than what all have in common."""
 
 LOCAL_WEIGHT = 3.0
-"""Times that must speak for it before a case of its own differs from what its rows and its context make it."""
+"""Times that must speak for it before a case of its own differs from what all cases have in common."""
+
+SPREAD = 0.1
+"""Of one time, in logarithms."""
+
+FREEDOM = np.array([10.0, 0.3, 0.2, 0.1])
+"""How far the terms of `_terms` may lie from 0, in logarithms: a machine differs from the prior by that much."""
 
 
 def prior_cost(num_rows: int, context: float) -> float:
@@ -35,15 +37,16 @@ def prior_cost(num_rows: int, context: float) -> float:
 
     Up to 8 rows go through one tile; attention reads the context for each row, though not from memory.
     """
-    return 1 + 0.085 * (num_rows - 1) + 0.06 * max(num_rows - 8, 0) + 2.2e-4 * context * math.pow(num_rows, 0.6)
+    return 1 + 0.12 * (num_rows - 1) + 0.06 * max(num_rows - 8, 0) + 2.2e-4 * context * math.pow(num_rows, 0.8)
 
 
 class PassCosts:
     """Seconds of a pass over M rows behind a context.
 
     Times are kept as ratios to `prior_cost`, by rows and doublings of the context, as medians of the last few. Their
-    logarithms are the sum of a smooth function of the rows and one of the context, fitted by backfitting (Hastie and
-    Tibshirani, 1986), and of what is left near the case at hand. So the shape of the prior fills the gaps.
+    logarithms are a plane over rows and context, by ridge regression (Hoerl and Kennard, 1970), and what is
+    left of them near the case at hand. So what is seen often tells what is seen seldom: a plain step, say, which a run
+    that always drafts hardly makes.
     """
 
     def __init__(self) -> None:
@@ -59,7 +62,8 @@ class PassCosts:
             ratios = self._ratios[key] = deque(maxlen=WINDOW)
         ratios.append(seconds / prior_cost(num_rows, context))
         self._num_records += 1
-        if self._num_records % REFRESH == 0 or self._num_records < 16:
+        period = 1 if self._num_records < FIRST_REFRESH else 1 << self._num_records.bit_length() - 1
+        if self._num_records % min(period, LAST_REFRESH) == 0:
             self._curves.clear()
 
     def curve(self, context: float, max_rows: int) -> Seq[float]:
@@ -89,35 +93,20 @@ class PassCosts:
         own_rows, own_bins = np.log(seen[:, 0]), seen[:, 1]
         values = np.log([median(ratios) for ratios in self._ratios.values()])
         counts = np.array([len(ratios) for ratios in self._ratios.values()], np.float64)
-        over_rows = _smoother(_near_rows(own_rows, own_rows) * counts)
-        over_bins = _smoother(_near_bins(own_bins, own_bins) * counts)
-        of_rows = np.zeros_like(values)
-        of_bins = np.zeros_like(values)
-        for _ in range(NUM_SWEEPS):
-            of_bins = over_bins @ (values - of_rows)
-            of_rows = over_rows @ (values - of_bins)
-        near = _near_rows(log_rows, own_rows) * counts
-        here = _near_bins(np.array([context_bin]), own_bins) * counts
-        local = near * (here / counts)
-        left = local @ (values - of_rows - of_bins) / (local.sum(axis=1) + LOCAL_WEIGHT)
-        fitted: Array = _smoother(near) @ (values - of_bins) + _smoother(here) @ (values - of_rows) + left
+        terms = _terms(own_rows, own_bins)
+        weighted = terms * (counts / SPREAD**2)[:, None]
+        plane = np.linalg.solve(weighted.T @ terms + np.diag(FREEDOM**-2), weighted.T @ values)
+        near = np.exp(-((log_rows[:, None] - own_rows[None, :]) ** 2) / NEAR**2)
+        near *= counts * np.exp(-((own_bins - context_bin) ** 2))
+        left = near @ (values - terms @ plane) / (near.sum(axis=1) + LOCAL_WEIGHT)
+        fitted: Array = _terms(log_rows, np.full(log_rows.shape, float(context_bin))) @ plane + left
         return fitted
 
 
-def _near_rows(these: Array, those: Array) -> Array:
-    distance = (these[:, None] - those[None, :]) ** 2
-    near: Array = np.exp(-distance / NEAR**2) + FAR_WEIGHT * np.exp(-distance / FAR**2) + ANY_WEIGHT
-    return near
-
-
-def _near_bins(these: Array, those: Array) -> Array:
-    near: Array = np.exp(-((these[:, None] - those[None, :]) ** 2)) + ANY_WEIGHT
-    return near
-
-
-def _smoother(weights: Array) -> Array:
-    smoother: Array = weights / weights.sum(axis=1, keepdims=True)
-    return smoother
+def _terms(log_rows: Array, bins: Array) -> Array:
+    """What a machine may differ in: its speed, the price of rows, that of context, and of both together."""
+    terms: Array = np.stack([np.ones_like(bins), log_rows, bins, bins * log_rows], axis=1)
+    return terms
 
 
 def _bin_context(context: float) -> int:
