@@ -118,12 +118,22 @@ class MlpDrafter(Drafter):
 
     def _draft_at_once(self, sequences: Seq[Sequence], rooms: Seq[DraftRoom]) -> list[Draft | None]:
         """Drafts of the most probable tokens, and empty ones where there is no room; None for all others."""
-        drafts = [None if room.max_depth > 0 else Draft.empty() for room in rooms]
-        chosen = [i for i, room in enumerate(rooms) if room.max_depth > 0 and takes_the_best(sequences[i], self.draw)]
+        drafts: list[Draft | None] = []
+        chosen: list[int] = []
+        taps, tokens, wanted = [], [], []
+        # One loop: with a small target this stands between two passes, where each comprehension more can be measured.
+        for sequence, room in zip(sequences, rooms, strict=True):
+            if room.max_depth <= 0:
+                drafts.append(Draft.empty())
+                continue
+            if takes_the_best(sequence, self.draw):
+                chosen.append(len(drafts))
+                taps.append(sequence.memo.taps)
+                tokens.append(sequence.tokens[-1])
+                wanted.append(room)
+            drafts.append(None)
         if chosen:
-            taps = join_rows([sequences[i].memo.taps for i in chosen])
-            tokens = [sequences[i].tokens[-1] for i in chosen]
-            found = self.net.draft(taps, tokens, self.head, self.rules, [rooms[i] for i in chosen])
+            found = self.net.draft(join_rows(taps), tokens, self.head, self.rules, wanted)
             for i, draft in zip(chosen, found, strict=True):
                 drafts[i] = draft
         return drafts

@@ -233,8 +233,10 @@ def log_confidence(min_confidence: float) -> float:
 
 def fill_in(drafts: Seq[Draft | None], grow: Callable[[list[int]], Seq[Draft]]) -> list[Draft]:
     """The drafts, those that are missing grown by `grow`, which is told their numbers."""
-    late = [i for i, draft in enumerate(drafts) if draft is None]
-    rest = iter(grow(late) if late else ())
+    found = [draft for draft in drafts if draft is not None]
+    if len(found) == len(drafts):
+        return found
+    rest = iter(grow([i for i, draft in enumerate(drafts) if draft is None]))
     return [next(rest) if draft is None else draft for draft in drafts]
 
 
