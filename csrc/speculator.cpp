@@ -61,114 +61,206 @@ class Inputs {
 
 class MlpStep {
    public:
-    // weights: (fuse, bias, inner_norm, gate_up, down, norm, ones); every object is kept alive.
-    // tokens: what is added for a token, or None; token_rows: for each id its row there.
-    MlpStep(const nb::tuple& weights, nb::object embedding, nb::object head, nb::object tokens, nb::object token_rows,
+    // weights: (fuse, fuse_token, bias, inner_norm, gate_up, down, norm, ones); every object is kept alive.
+    // token_sums: what a token adds, [M, H], or None; token_rows: for each id its row there, M for those that have none.
+    MlpStep(const nb::tuple& weights, nb::object embedding, nb::object head, nb::object token_sums, nb::object token_rows,
             float eps)
         : eps_(eps) {
-        check_equal("the number of weights", static_cast<std::int64_t>(weights.size()), 7);
-        kept_ = {weights, embedding, head, tokens, token_rows};
+        check_equal("the number of weights", static_cast<std::int64_t>(weights.size()), 8);
+        kept_ = {weights, embedding, head, token_sums, token_rows};
         const auto matrix = [&](std::size_t i) { return nb::cast<const PackedWeight*>(weights[i]); };
-        fuse_ = matrix(0), gate_up_ = matrix(3), down_ = matrix(4);
+        fuse_ = matrix(0), fuse_token_ = matrix(1), gate_up_ = matrix(4), down_ = matrix(5);
         embedding_ = nb::cast<const PackedWeight*>(embedding), head_ = nb::cast<const PackedWeight*>(head);
         hidden_ = fuse_->num_outputs, inner_ = down_->num_inputs;
-        check(fuse_->num_inputs % hidden_ == 0 && fuse_->num_inputs >= 2 * hidden_, "fuse must read whole states.");
+        check(fuse_->num_inputs % hidden_ == 0, "fuse must read whole states.");
         check(inner_ % kGroup == 0, "the inner width must be a multiple of 32.");
+        check_equal("the outputs of fuse_token", fuse_token_->num_outputs, hidden_);
+        check_equal("the inputs of fuse_token", fuse_token_->num_inputs, hidden_);
         check_equal("the width of the embedding", embedding_->num_inputs, hidden_);
         check_equal("the width of the head", head_->num_inputs, hidden_);
         check_equal("the outputs of gate_up", gate_up_->num_outputs, 2 * inner_);
         check_equal("the inputs of gate_up", gate_up_->num_inputs, hidden_);
         check_equal("the outputs of down", down_->num_outputs, hidden_);
         const auto vector = [&](std::size_t i) {
-            const Vector array = nb::cast<Vector>(weights[i], false);
-            check_equal("the length of a vector", static_cast<std::int64_t>(array.shape(0)), hidden_);
-            return array.data();
+            const Vector values = nb::cast<Vector>(weights[i], false);
+            check_equal("the length of a vector", static_cast<std::int64_t>(values.shape(0)), hidden_);
+            return values.data();
         };
-        if (!tokens.is_none()) add_tokens(tokens, token_rows);
-        bias_ = vector(1), inner_norm_ = vector(2), norm_ = vector(5), ones_ = vector(6);
+        bias_ = vector(2), inner_norm_ = vector(3), norm_ = vector(6), ones_ = vector(7);
+        if (!token_sums.is_none()) keep_sums(nb::cast<Matrix>(token_sums, false), nb::cast<Ints>(token_rows, false));
     }
 
-    void add_tokens(nb::handle tokens, nb::handle token_rows) {
-        tokens_ = nb::cast<const PackedWeight*>(tokens);
-        check_equal("the width of the tokens", tokens_->num_inputs, hidden_);
-        const Ints rows = nb::cast<Ints>(token_rows, false);
-        check_equal("the number of token rows", static_cast<std::int64_t>(rows.shape(0)), embedding_->num_outputs);
-        for (std::int64_t id = 0; id < embedding_->num_outputs; ++id)
-            check(rows.data()[id] >= 0 && rows.data()[id] < tokens_->num_outputs, "a token row is out of range.");
-        token_rows_ = rows.data();
+    std::int64_t num_ids() const { return head_->num_outputs; }
+    std::int64_t vocab_size() const { return embedding_->num_outputs; }
+
+    // Whether another step can follow this one.
+    void check_next(const MlpStep& advance) const {
+        check_equal("the hidden width of advance", advance.hidden_, hidden_);
+        check_equal("the inputs of advance", advance.fuse_->num_inputs, hidden_);
+        check_equal("the outputs of the head of advance", advance.num_ids(), num_ids());
     }
 
     void run(Matrix left, Ints ids, OutMatrix states, OutMatrix logits, int num_threads) const {
-        const std::int64_t num_rows = check_inputs(left, ids);
+        const std::int64_t num_rows = static_cast<std::int64_t>(ids.shape(0));
+        check_left(left, num_rows);
+        for (std::int64_t row = 0; row < num_rows; ++row) check_id(ids.data()[row]);
         check_shape("states", states, num_rows, hidden_);
-        check_shape("logits", logits, num_rows, head_->num_outputs);
+        check_shape("logits", logits, num_rows, num_ids());
         if (num_rows == 0) return;
         const int wanted = useful_threads(num_rows, num_threads);
         nb::gil_scoped_release released;
         Pool::Lease lease(wanted);
-        const Space space(*this, num_rows, wanted, lease.scratch(Space(*this, num_rows, wanted, nullptr).num_bytes));
-        const Rows rows{num_rows, left.data(), ids.data(), states.data(), logits.data()};
-        add_own(rows, space);
-        lease.run([&](Team& team, int rank) { run_rows(rows, space, team, rank); });
+        const std::size_t room = Space(*this, nullptr, num_rows, wanted, nullptr).num_bytes;
+        std::byte* scratch = lease.scratch(room + static_cast<std::size_t>(num_rows * hidden_) * 4);
+        const Space space(*this, nullptr, num_rows, wanted, scratch);
+        float* raw = reinterpret_cast<float*>(scratch + room);
+        const Rows rows{num_rows, ids.data(), nullptr};
+        const Results results{raw, states.data(), logits.data(), 1};
+        lease.run([&](Team& team, int rank) {
+            fuse(left.data(), space, raw, team, rank);
+            run_rows(rows, results, space, nullptr, team, rank);
+        });
     }
 
-    // Greedy drafts behind `ids`, one for each row: this is the first step of each, `advance` all further ones. Where the
-    // logits are of `vocabulary` and are multiplied with `sharpness` before they are looked at. A level appends the `width`
-    // best children to each node of the frontier, and the `width` best of them go on, while they are believed with `lowest`.
-    // Gives for each row (tokens, parents, confidences or None where all are 1), or None where logits are damaged.
-    nb::list draft(const MlpStep& advance, Matrix left, Ints ids, In<std::int64_t, nb::ndim<1>> vocabulary, float sharpness,
-                   std::int64_t width, double lowest, const std::vector<std::int64_t>& max_depths,
-                   const std::vector<std::int64_t>& max_nodes, const nb::list& end_ids, int num_threads) const {
-        const std::int64_t num_trees = check_inputs(left, ids), num_ids = head_->num_outputs;
-        check_equal("the hidden width of advance", advance.hidden_, hidden_);
-        check_equal("the inputs of advance", advance.fuse_->num_inputs, 2 * hidden_);
-        check_equal("the outputs of the head of advance", advance.head_->num_outputs, num_ids);
-        check(width > 0, "width must be positive.");
-        check_ids(vocabulary, num_ids, embedding_->num_outputs);
-        std::vector<GreedyTree> trees = start_trees(num_trees, max_depths, max_nodes, end_ids);
-        const bool is_sound = num_trees == 0 || grow(advance, left, ids, vocabulary.data(), sharpness, width, lowest, trees, num_threads);
-        nb::list drafts;
-        for (const GreedyTree& tree : trees) drafts.append(is_sound ? tree.give(lowest) : nb::object(nb::none()));
-        return drafts;
+    // Grows greedy trees behind `ids`, one for each row: this is the first step of each, `advance` all further ones. A level
+    // appends the `width` best children to each node of the frontier, and the `width` best of them go on, while they are
+    // believed with `lowest`. Returns false where logits are damaged.
+    bool grow(const MlpStep& advance, const Matrix& left, const std::vector<std::int32_t>& ids, const std::int64_t* vocabulary,
+              float sharpness, std::int64_t width, double lowest, std::vector<GreedyTree>& trees, int num_threads) const {
+        const std::int64_t num_trees = static_cast<std::int64_t>(trees.size());
+        check_left(left, num_trees);
+        for (const std::int32_t id : ids) check_id(id);
+        if (num_trees == 0) return true;
+        std::int64_t deepest = 0;
+        for (const GreedyTree& tree : trees) deepest = std::max(deepest, tree.max_depth);
+        const int team_size = useful_threads(num_trees, num_threads);
+        const std::int64_t most = num_trees * std::min(width, num_ids());
+        nb::gil_scoped_release released;
+        Pool::Lease lease(team_size);
+        const std::size_t room = std::max(Space(*this, &advance, num_trees, team_size, nullptr).num_bytes,
+                                          Space(advance, &advance, most, team_size, nullptr).num_bytes);
+        const std::size_t floats = static_cast<std::size_t>(most * (2 * hidden_ + num_ids()) + 15) / 16 * 64;
+        std::byte* scratch = lease.scratch(room + floats);
+        float* raw = reinterpret_cast<float*>(scratch + room);
+        const Results results{raw, raw + most * hidden_, raw + 2 * most * hidden_, sharpness};
+        bool is_sound = true;
+        lease.run([&](Team& team, int rank) {
+            // Every thread does the same with trees of its own, which is cheaper than to wait for one that does.
+            thread_local std::vector<GreedyTree> copies;
+            if (rank != 0) copies = trees;
+            std::vector<GreedyTree>& own = rank == 0 ? trees : copies;
+            thread_local Frontier frontier;
+            frontier.tokens = ids;
+            frontier.above.clear();
+            fuse(left.data(), Space(*this, &advance, num_trees, team_size, scratch), raw, team, rank);
+            const MlpStep* step = this;
+            for (std::int64_t depth = 1; !frontier.tokens.empty(); ++depth) {
+                const std::int64_t num_rows = static_cast<std::int64_t>(frontier.tokens.size());
+                const Rows rows{num_rows, frontier.tokens.data(), frontier.above.empty() ? nullptr : frontier.above.data()};
+                const MlpStep* next = depth < deepest ? &advance : nullptr;
+                step->run_rows(rows, results, Space(*step, &advance, num_rows, team_size, scratch), next, team, rank);
+                mark(Phase::kOther);
+                if (!frontier.go_on(own, results.logits, num_ids(), vocabulary, width, lowest)) {
+                    if (rank == 0) is_sound = false;
+                    break;
+                }
+                step = &advance;
+            }
+        });
+        return is_sound;
     }
 
    private:
-    // What a step over `num_rows` rows reads and writes.
+    // The rows of a step.
     struct Rows {
         std::int64_t num_rows;
-        const float* left;
         const std::int32_t* tokens;
+        const std::int64_t* above;  // for each row the one that it reads of what `fuse_` made, or null: the same
+    };
+
+    // What a step reads and writes.
+    struct Results {
+        float* raw;  // what `fuse_` makes of the states in front of the tokens; behind the step, of this step's states
         float* states;
         float* logits;
+        float sharpness;  // that logits are multiplied with
+    };
+
+    // The nodes that go on, as one thread sees them.
+    struct Frontier {
+        std::vector<std::int32_t> tokens;
+        std::vector<std::int64_t> above;
+        Ranking ranking;
+
+        // The children of all frontiers, given a row of logits for each node, and the rows of the next step. Returns false
+        // where logits are damaged.
+        bool go_on(std::vector<GreedyTree>& trees, float* logits, std::int64_t num_ids, const std::int64_t* vocabulary,
+                   std::int64_t width, double lowest) {
+            tokens.clear();
+            above.clear();
+            std::int64_t row = 0;
+            for (GreedyTree& tree : trees) {
+                const std::int64_t first_row = row;
+                const std::size_t first = tree.nodes.size();
+                const std::vector<std::int64_t> parents = tree.frontier;
+                for (const std::int64_t parent : parents)  // the logits are sharp already
+                    if (!tree.add_best(parent, logits + row++ * num_ids, num_ids, vocabulary, 1, width, &ranking)) return false;
+                if (parents.empty()) continue;
+                tree.go_on(first, width, lowest);
+                for (const std::int64_t node : tree.frontier) {
+                    const GreedyTree::Node& fresh = tree.nodes[static_cast<std::size_t>(node)];
+                    above.push_back(first_row + (std::find(parents.begin(), parents.end(), fresh.parent) - parents.begin()));
+                    tokens.push_back(static_cast<std::int32_t>(fresh.token));
+                }
+            }
+            return true;
+        }
     };
 
     // The working memory of a step, laid out in one piece.
     struct Space {
-        Inputs fuse, up, head, down;
-        float *fused, *gates;
+        Inputs left, up, head, next, down;
+        std::int64_t num_rows;
+        int copies;
+        std::byte* fresh;  // Inputs of fuse_token_
+        float *fused, *gates, *token_sums;
         std::size_t num_bytes;
 
-        Space(const MlpStep& step, std::int64_t num_rows, int copies, std::byte* base)
-            : fuse(*step.fuse_, num_rows, copies), up(*step.gate_up_, num_rows, copies), head(*step.head_, num_rows, copies),
-              down(*step.down_, num_rows, 1) {
-            const std::int64_t fused_floats = (num_rows * step.hidden_ + 15) / 16 * 16;
-            num_bytes = static_cast<std::size_t>(fused_floats + num_rows * 2 * step.inner_ + 16) * 4;
-            for (Inputs* inputs : {&fuse, &up, &head, &down}) {
-                num_bytes += inputs->num_bytes();
-                if (base != nullptr) base = inputs->place(base);
+        Space(const MlpStep& step, const MlpStep* next_step, std::int64_t rows, int num_copies, std::byte* base)
+            : left(*step.fuse_, rows, num_copies), up(*step.gate_up_, rows, num_copies), head(*step.head_, rows, num_copies),
+              next(*(next_step == nullptr ? step : *next_step).fuse_, rows, num_copies), down(*step.down_, rows, 1),
+              num_rows(rows), copies(num_copies) {
+            std::size_t used = 0;
+            const auto take = [&](std::size_t bytes) {
+                std::byte* piece = base == nullptr ? nullptr : base + used;
+                used += (bytes + 63) / 64 * 64;
+                return piece;
+            };
+            for (Inputs* inputs : {&left, &up, &head, &next, &down}) {
+                std::byte* piece = take(inputs->num_bytes());
+                if (piece != nullptr) inputs->place(piece);
             }
-            fused = reinterpret_cast<float*>(base);
-            gates = base == nullptr ? nullptr : fused + fused_floats;
+            fresh = take(Inputs(*step.fuse_token_, rows, copies).num_bytes());
+            const auto take_floats = [&](std::int64_t count) { return reinterpret_cast<float*>(take(static_cast<std::size_t>(count) * 4)); };
+            fused = take_floats(copies * rows * step.hidden_);
+            gates = take_floats(rows * 2 * step.inner_);
+            token_sums = take_floats(rows * step.hidden_);
+            num_bytes = used;
         }
+        float* fused_of(int rank, std::int64_t hidden) const { return fused + rank % copies * num_rows * hidden; }
     };
 
-    std::int64_t check_inputs(const Matrix& left, const Ints& ids) const {
-        const std::int64_t num_rows = static_cast<std::int64_t>(ids.shape(0));
-        check_shape("left", left, num_rows, fuse_->num_inputs - hidden_);
-        for (std::int64_t row = 0; row < num_rows; ++row)
-            check(ids.data()[row] >= 0 && ids.data()[row] < embedding_->num_outputs, "an id is out of range.");
-        return num_rows;
+    void keep_sums(const Matrix& sums, const Ints& rows) {
+        num_sums_ = static_cast<std::int64_t>(sums.shape(0));
+        check_shape("token_sums", sums, num_sums_, hidden_);
+        check_equal("the number of token rows", static_cast<std::int64_t>(rows.shape(0)), vocab_size());
+        for (std::int64_t id = 0; id < vocab_size(); ++id)
+            check(rows.data()[id] >= 0 && rows.data()[id] <= num_sums_, "a token row is out of range.");
+        sums_ = sums.data(), token_rows_ = rows.data();
     }
+
+    void check_left(const Matrix& left, std::int64_t num_rows) const { check_shape("left", left, num_rows, fuse_->num_inputs); }
+    void check_id(std::int32_t id) const { check(id >= 0 && id < vocab_size(), "an id is out of range."); }
 
     // Tiny nets are not worth barriers.
     int useful_threads(std::int64_t num_rows, int num_threads) const {
@@ -177,88 +269,85 @@ class MlpStep {
         return useful < wanted ? static_cast<int>(useful) : wanted;
     }
 
-    // Puts what a token adds of its own where the first matrix is added to it.
-    void add_own(const Rows& rows, const Space& space) const {
-        if (tokens_ == nullptr) return;
-        for (std::int64_t row = 0; row < rows.num_rows; ++row)
-            unpack_row(*tokens_, token_rows_[rows.tokens[row]], space.fused + row * hidden_);
+    // What a token adds, or null where it is not known beforehand.
+    const float* find_sum(std::int32_t token) const {
+        return sums_ == nullptr || token_rows_[token] == num_sums_ ? nullptr : sums_ + token_rows_[token] * hidden_;
     }
 
-    // Called by every thread of the team, behind `add_own`.
-    void run_rows(const Rows& rows, const Space& space, Team& team, int rank) const {
+    // Called by every thread of the team, as all below.
+    void fuse(const float* left, const Space& space, float* raw, Team& team, int rank) const {
+        mark(Phase::kNorm);
+        norm_states(left, space.left, space.num_rows, rank);
+        mark(Phase::kQkv);
+        multiply(kernels(), *fuse_, space.left.job(rank, bias_, nullptr, raw), team, rank);
+    }
+
+    // Behind `fuse`: the step, and `next->fuse` of its states.
+    void run_rows(const Rows& rows, const Results& results, const Space& space, const MlpStep* next, Team& team,
+                  int rank) const {
         const Kernels& kernel = kernels();
-        const std::int64_t num_rows = rows.num_rows, left_width = fuse_->num_inputs - hidden_;
-        float* fused = space.fused;
-        for (std::int64_t row = 0; row < num_rows; ++row) {
-            float* out = space.fuse.floats(rank, row);
-            unpack_row(*embedding_, rows.tokens[row], out + left_width);
-            for (std::int64_t at = 0; at <= left_width; at += hidden_)
-                kernel.rms_norm(at == left_width ? out + at : rows.left + row * left_width + at, ones_, eps_, hidden_, out + at);
-            space.fuse.finish(kernel, rank, row, 0, fuse_->num_inputs);
-        }
-        multiply(kernel, *fuse_, space.fuse.job(rank, bias_, tokens_ == nullptr ? nullptr : fused, fused), team, rank);
-        norm_rows(kernel, fused, inner_norm_, space.up, num_rows, rank);
-        gate(kernel, space.up, space.down, space.gates, num_rows, team, rank);
-        multiply(kernel, *down_, space.down.job(rank, nullptr, fused, rows.states), team, rank);
-        norm_rows(kernel, rows.states, norm_, space.head, num_rows, rank);
-        multiply(kernel, *head_, space.head.job(rank, nullptr, nullptr, rows.logits), team, rank);
+        float* fused = space.fused_of(rank, hidden_);
+        mark(Phase::kNorm);
+        add_tokens(rows, results.raw, space, fused, team, rank);
+        norm_rows(kernel, fused, inner_norm_, space.up, rows.num_rows, rank);
+        mark(Phase::kGateUp);
+        gate(kernel, space.up, space.down, space.gates, rows.num_rows, team, rank);
+        mark(Phase::kDown);
+        multiply(kernel, *down_, space.down.job(rank, nullptr, fused, results.states), team, rank);
+        mark(Phase::kNorm);
+        norm_rows(kernel, results.states, norm_, space.head, rows.num_rows, rank);
+        if (next != nullptr) next->norm_states(results.states, space.next, rows.num_rows, rank);
+        const std::int64_t num_own = num_shares(head_->num_blocks());
+        const std::int64_t num_further = next == nullptr ? 0 : num_shares(next->fuse_->num_blocks());
+        const LinearJob own = space.head.job(rank, nullptr, nullptr, results.logits);
+        const LinearJob further = space.next.job(rank, next == nullptr ? nullptr : next->bias_, nullptr, results.raw);
+        mark(Phase::kHead);
+        team.share(rank, num_own + num_further, [&](std::int64_t item) {
+            if (item >= num_own) return run_share(kernel, *next->fuse_, further, item - num_own);
+            run_share(kernel, *head_, own, item);
+            if (results.sharpness == 1) return;
+            // Not by who ranks them, since every thread does.
+            const std::int64_t first = item * kShareBlocks * kLanes, end = std::min(num_ids(), first + kShareBlocks * kLanes);
+            for (std::int64_t row = 0; row < rows.num_rows; ++row)
+                for (std::int64_t id = first; id < end; ++id) results.logits[row * num_ids() + id] *= results.sharpness;
+        });
     }
 
-    // Grows the trees; returns false where logits are damaged.
-    bool grow(const MlpStep& advance, const Matrix& left, const Ints& ids, const std::int64_t* vocabulary, float sharpness,
-              std::int64_t width, double lowest, std::vector<GreedyTree>& trees, int num_threads) const {
-        const std::int64_t num_trees = static_cast<std::int64_t>(trees.size()), num_ids = head_->num_outputs;
-        const int team_size = useful_threads(num_trees, num_threads);
-        const std::int64_t most = num_trees * std::min(width, num_ids);
-        nb::gil_scoped_release released;
-        Pool::Lease lease(team_size);
-        const std::size_t room = std::max(Space(*this, num_trees, team_size, nullptr).num_bytes,
-                                          Space(advance, most, team_size, nullptr).num_bytes);
-        const std::size_t work = (room + 63) / 64 * 64, floats = static_cast<std::size_t>(most * (2 * hidden_ + num_ids)) * 4;
-        std::byte* scratch = lease.scratch(work + floats);
-        float* states = reinterpret_cast<float*>(scratch + work);
-        float *fed = states + most * hidden_, *logits = fed + most * hidden_;
-        std::vector<std::int32_t> tokens(static_cast<std::size_t>(most));
-        Ranking ranking;
-        bool is_sound = true;
-        const MlpStep* step = this;
-        Rows rows{num_trees, left.data(), ids.data(), states, logits};
-        add_own(rows, Space(*this, num_trees, team_size, scratch));
+    // The first sum of each row, by each thread for itself.
+    void add_tokens(const Rows& rows, const float* raw, const Space& space, float* fused, Team& team, int rank) const {
+        const Kernels& kernel = kernels();
+        std::int64_t num_fresh = 0;
+        for (std::int64_t row = 0; row < rows.num_rows; ++row) num_fresh += find_sum(rows.tokens[row]) == nullptr;
+        if (num_fresh > 0) {
+            Inputs inputs(*fuse_token_, num_fresh, space.copies);
+            inputs.place(space.fresh);
+            std::int64_t at = 0;
+            for (std::int64_t row = 0; row < rows.num_rows; ++row) {
+                if (find_sum(rows.tokens[row]) != nullptr) continue;
+                float* out = inputs.floats(rank, at);
+                unpack_row(*embedding_, rows.tokens[row], out);
+                kernel.rms_norm(out, ones_, eps_, hidden_, out);
+                inputs.finish(kernel, rank, at++, 0, hidden_);
+            }
+            multiply(kernel, *fuse_token_, inputs.job(rank, nullptr, nullptr, space.token_sums), team, rank);
+        }
+        const float* fresh = space.token_sums;
+        for (std::int64_t row = 0; row < rows.num_rows; ++row) {
+            const float* sum = find_sum(rows.tokens[row]);
+            if (sum == nullptr) sum = fresh, fresh += hidden_;
+            kernel.add(sum, raw + (rows.above == nullptr ? row : rows.above[row]) * hidden_, hidden_, fused + row * hidden_);
+        }
+    }
 
-        // The children of all frontiers, and the rows of the next step.
-        const auto add_level = [&] {
-            std::int64_t row = 0, num_next = 0;
-            for (GreedyTree& tree : trees) {
-                const std::int64_t first_row = row;
-                const std::size_t first = tree.nodes.size();
-                const std::vector<std::int64_t> parents = tree.frontier;
-                for (const std::int64_t parent : parents) {
-                    if (!tree.add_best(parent, logits + row++ * num_ids, num_ids, vocabulary, sharpness, width, &ranking))
-                        return is_sound = false;
-                }
-                if (parents.empty()) continue;
-                tree.go_on(first, width, lowest);
-                for (const std::int64_t node : tree.frontier) {
-                    const GreedyTree::Node& fresh = tree.nodes[static_cast<std::size_t>(node)];
-                    const auto above = std::find(parents.begin(), parents.end(), fresh.parent) - parents.begin();
-                    std::memcpy(fed + num_next * hidden_, states + (first_row + above) * hidden_,
-                                static_cast<std::size_t>(hidden_) * sizeof(float));
-                    tokens[static_cast<std::size_t>(num_next++)] = static_cast<std::int32_t>(fresh.token);
-                }
-            }
-            step = &advance;
-            rows = {num_next, fed, tokens.data(), states, logits};
-            step->add_own(rows, Space(*step, num_next, team_size, scratch));
-            return true;
-        };
-        lease.run([&](Team& team, int rank) {
-            while (rows.num_rows > 0 && is_sound) {
-                step->run_rows(rows, Space(*step, rows.num_rows, team_size, scratch), team, rank);
-                if (rank == 0) add_level();
-                team.barrier();
-            }
-        });
-        return is_sound;
+    // Each state of the rows normed by itself, as inputs of `fuse_`.
+    void norm_states(const float* rows, const Inputs& inputs, std::int64_t num_rows, int rank) const {
+        const Kernels& kernel = kernels();
+        const std::int64_t width = fuse_->num_inputs;
+        for (std::int64_t row = 0; row < num_rows; ++row) {
+            for (std::int64_t at = 0; at < width; at += hidden_)
+                kernel.rms_norm(rows + row * width + at, ones_, eps_, hidden_, inputs.floats(rank, row) + at);
+            inputs.finish(kernel, rank, row, 0, width);
+        }
     }
 
     template <class Array>
@@ -299,12 +388,58 @@ class MlpStep {
     }
 
     std::vector<nb::object> kept_;  // the weights and vectors that the pointers below point into
-    const PackedWeight *fuse_, *gate_up_, *down_, *embedding_, *head_;
+    const PackedWeight *fuse_, *fuse_token_, *gate_up_, *down_, *embedding_, *head_;
     const float *bias_, *inner_norm_, *norm_, *ones_;
-    const PackedWeight* tokens_ = nullptr;
+    const float* sums_ = nullptr;
     const std::int32_t* token_rows_ = nullptr;
-    std::int64_t hidden_, inner_;
+    std::int64_t num_sums_ = 0, hidden_, inner_;
     float eps_;
+};
+
+// Greedy drafts of an MLP speculator.
+class MlpDrafts {
+   public:
+    // start: the first step of each draft, advance: all further ones; logits are of `vocabulary`, and are multiplied with
+    // `sharpness` before they are looked at. For width and lowest see MlpStep::grow.
+    MlpDrafts(nb::object start, nb::object advance, nb::object vocabulary, float sharpness, std::int64_t width, double lowest,
+              int num_threads)
+        : kept_{start, advance, vocabulary}, start_(nb::cast<const MlpStep*>(start)),
+          advance_(nb::cast<const MlpStep*>(advance)), sharpness_(sharpness), width_(width), lowest_(lowest), num_threads_(num_threads) {
+        start_->check_next(*advance_);
+        check(width > 0, "width must be positive.");
+        const auto ids = nb::cast<In<std::int64_t, nb::ndim<1>>>(vocabulary, false);
+        check_ids(ids, start_->num_ids(), start_->vocab_size());
+        vocabulary_ = ids.data();
+    }
+
+    // rooms: for each row the depth and the nodes of its draft at most, and the ids behind which nothing is drafted.
+    // Gives for each row (tokens, parents, confidences or None where all are 1), or None where logits are damaged.
+    nb::list draft(Matrix left, const nb::list& ids, const nb::list& rooms) const {
+        check_equal("the number of rooms", static_cast<std::int64_t>(rooms.size()), static_cast<std::int64_t>(ids.size()));
+        std::vector<std::int32_t> tokens;
+        std::vector<GreedyTree> trees(rooms.size());
+        for (std::size_t i = 0; i < trees.size(); ++i) {
+            tokens.push_back(nb::cast<std::int32_t>(ids[i]));
+            const nb::tuple room = nb::cast<nb::tuple>(rooms[i]);
+            trees[i].max_depth = nb::cast<std::int64_t>(room[0]), trees[i].max_nodes = nb::cast<std::int64_t>(room[1]);
+            check(trees[i].max_depth > 0 && trees[i].max_nodes > 0, "a draft needs room for a node.");
+            for (nb::handle id : room[2]) trees[i].end_ids.push_back(nb::cast<std::int64_t>(id));
+            trees[i].frontier = {GreedyTree::kRoot};
+        }
+        const bool is_sound = start_->grow(*advance_, left, tokens, vocabulary_, sharpness_, width_, lowest_, trees, num_threads_);
+        nb::list drafts;
+        for (const GreedyTree& tree : trees) drafts.append(is_sound ? tree.give(lowest_) : nb::object(nb::none()));
+        return drafts;
+    }
+
+   private:
+    std::vector<nb::object> kept_;
+    const MlpStep *start_, *advance_;
+    const std::int64_t* vocabulary_;
+    float sharpness_;
+    std::int64_t width_;
+    double lowest_;
+    int num_threads_;
 };
 
 }  // namespace
@@ -315,10 +450,11 @@ void bind_speculator(nanobind::module_& m) {
     using nb::arg;
     nb::class_<MlpStep>(m, "MlpStep")
         .def(nb::init<const nb::tuple&, nb::object, nb::object, nb::object, nb::object, float>(), arg("weights"),
-             arg("embedding"), arg("head"), arg("tokens").none(), arg("token_rows").none(), arg("eps"))
+             arg("embedding"), arg("head"), arg("token_sums").none(), arg("token_rows").none(), arg("eps"))
         .def("run", &MlpStep::run, arg("left").noconvert(), arg("ids").noconvert(), arg("states").noconvert(),
-             arg("logits").noconvert(), arg("threads"))
-        .def("draft", &MlpStep::draft, arg("advance"), arg("left").noconvert(), arg("ids").noconvert(),
-             arg("vocabulary").noconvert(), arg("sharpness"), arg("width"), arg("lowest"), arg("max_depths"),
-             arg("max_nodes"), arg("end_ids"), arg("threads"));
+             arg("logits").noconvert(), arg("threads"));
+    nb::class_<MlpDrafts>(m, "MlpDrafts")
+        .def(nb::init<nb::object, nb::object, nb::object, float, std::int64_t, double, int>(), arg("start"), arg("advance"),
+             arg("vocabulary"), arg("sharpness"), arg("width"), arg("lowest"), arg("threads"))
+        .def("draft", &MlpDrafts::draft, arg("left").noconvert(), arg("ids"), arg("rooms"));
 }

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,18 +49,9 @@ class PartsDrafter(Drafter):
                 part.forget(sequence)
         sequence.memo = None
 
-    @contextmanager
-    def _lend_memos(self, index: int, sequences: Seq[Sequence]) -> Iterator[None]:
+    def _lend_memos(self, index: int, sequences: Seq[Sequence]) -> _Loan:
         """Let the sequences carry the memos of one part."""
-        memos = [self._memos(sequence) for sequence in sequences]
-        for sequence, own in zip(sequences, memos, strict=True):
-            sequence.memo = own.parts[index]
-        try:
-            yield
-        finally:
-            for sequence, own in zip(sequences, memos, strict=True):
-                own.parts[index] = sequence.memo
-                sequence.memo = own
+        return _Loan(index, sequences, [self._memos(sequence) for sequence in sequences])
 
     def _memos(self, sequence: Sequence) -> _Memos:
         if not isinstance(sequence.memo, _Memos):
@@ -81,6 +70,24 @@ class PartsDrafter(Drafter):
 @dataclass
 class _Memos:
     parts: list[Any]
+
+
+class _Loan:
+    """Sequences that carry the memos of one part; a class, since a generator takes longer to enter and leave."""
+
+    __slots__ = ("_index", "_memos", "_sequences")
+
+    def __init__(self, index: int, sequences: Seq[Sequence], memos: list[_Memos]) -> None:
+        self._index, self._sequences, self._memos = index, sequences, memos
+
+    def __enter__(self) -> None:
+        for sequence, own in zip(self._sequences, self._memos, strict=True):
+            sequence.memo = own.parts[self._index]
+
+    def __exit__(self, *_: object) -> None:
+        for sequence, own in zip(self._sequences, self._memos, strict=True):
+            own.parts[self._index] = sequence.memo
+            sequence.memo = own
 
 
 class _Part(Drafter):

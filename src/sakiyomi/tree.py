@@ -214,7 +214,8 @@ class Draft:
         if self.probes is not None and len(self) + len(self.probes) > max_nodes:
             return replace(self, probes=None).trim(max_nodes, max_depth)
         draws: Sequence[int] = range(len(self)) if self.draws is None else self.draws
-        if len(draws) <= max_nodes and all(depth <= max_depth for depth in self.depths):
+        # No node is deeper than there are nodes.
+        if len(draws) <= max_nodes and (len(self) <= max_depth or all(depth <= max_depth for depth in self.depths)):
             return self
         draws = [node for node in draws if self.depths[node] <= max_depth][: max(max_nodes, 0)]
         kept = sorted(set(draws))

@@ -61,6 +61,14 @@ class Quantized:
         """Chosen output rows (a slice or an index array), in that order."""
         return Quantized(self.values[index], self.scales[index], self.mins[index])
 
+    def columns(self, first: int, last: int) -> Quantized:
+        """The inputs [first, last), which are bounds of groups."""
+        groups = slice(first // GROUP_SIZE, last // GROUP_SIZE)
+        values = np.ascontiguousarray(self.values[:, first:last])
+        return Quantized(
+            values, np.ascontiguousarray(self.scales[:, groups]), np.ascontiguousarray(self.mins[:, groups])
+        )
+
     @staticmethod
     def concatenate(parts: Seq[Quantized]) -> Quantized:
         """Matrices over the same input stacked along the output."""

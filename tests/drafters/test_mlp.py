@@ -189,7 +189,7 @@ def test_what_one_call_cannot_draft_grows_by_levels(trained_toy: Any, toy_mlp: P
         assert len(drafter.propose([sequence], [8])[0]) == 3
     damaged = start(model, trained_toy.prompts[0], PARAMS["greedy"])
     prefill(model, drafter, damaged)
-    damaged.memo = replace(damaged.memo, taps=damaged.memo.taps * np.float32(np.nan))
+    damaged.memo = damaged.memo._replace(taps=damaged.memo.taps * np.float32(np.nan))
     with pytest.raises(SakiyomiError, match="hold nan"):
         drafter.propose([damaged], [8])
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +59,8 @@ class MlpDrafter(Drafter):
 
     def __init__(self, config: Config, context: DrafterContext, randomness: Randomness | None = None) -> None:
         self.config = config
+        self._max_depth = config.num_speculative_tokens
+        self._max_nodes = config.num_speculative_tokens if config.width == 1 else config.max_nodes
         self.draw: DrawMode = context.draw if config.draw == "auto" else config.draw
         self.randomness = randomness or KeyedRandomness()
         lent = context.target.lend()
@@ -116,12 +118,22 @@ class MlpDrafter(Drafter):
 
     def _draft_at_once(self, sequences: Seq[Sequence], rooms: Seq[DraftRoom]) -> list[Draft | None]:
         """Drafts of the most probable tokens, and empty ones where there is no room; None for all others."""
-        drafts = [Draft.empty() if min(room.max_depth, room.max_nodes) <= 0 else None for room in rooms]
-        chosen = [i for i, draft in enumerate(drafts) if draft is None and takes_the_best(sequences[i], self.draw)]
+        drafts: list[Draft | None] = []
+        chosen: list[int] = []
+        taps, tokens, wanted = [], [], []
+        # One loop: with a small target this stands between two passes, where each comprehension more can be measured.
+        for sequence, room in zip(sequences, rooms, strict=True):
+            if room.max_depth <= 0:
+                drafts.append(Draft.empty())
+                continue
+            if takes_the_best(sequence, self.draw):
+                chosen.append(len(drafts))
+                taps.append(sequence.memo.taps)
+                tokens.append(sequence.tokens[-1])
+                wanted.append(room)
+            drafts.append(None)
         if chosen:
-            taps = join_rows([sequences[i].memo.taps for i in chosen])
-            tokens = np.array([sequences[i].tokens[-1] for i in chosen], np.int32)
-            found = self.net.draft(taps, tokens, self.head, self.rules, [rooms[i] for i in chosen])
+            found = self.net.draft(join_rows(taps), tokens, self.head, self.rules, wanted)
             for i, draft in zip(chosen, found, strict=True):
                 drafts[i] = draft
         return drafts
@@ -143,7 +155,8 @@ class MlpDrafter(Drafter):
     def observe(self, sequence: Sequence, start: int, tokens: Seq[int], taps: Array | None) -> None:
         # A memo is never changed, so that sequences that fork may share it.
         if taps is not None and len(tokens):
-            sequence.memo = _Memo(start + len(tokens), taps[len(tokens) - 1 : len(tokens)])
+            length = len(tokens)
+            sequence.memo = _Memo(start + length, taps if length == 1 == len(taps) else taps[length - 1 : length])
 
     def rewind(self, sequence: Sequence, length: int) -> None:
         if isinstance(sequence.memo, _Memo) and sequence.memo.length > length:
@@ -153,14 +166,11 @@ class MlpDrafter(Drafter):
         return sequence.memo if isinstance(sequence.memo, _Memo) else None
 
     def _find_room(self, sequence: Sequence, budget: int) -> DraftRoom:
-        memo, config = sequence.memo, self.config
+        memo = sequence.memo
         # Without the taps of the last position fed (attached late, or behind a rewind) there is nothing to draft from.
         is_ready = isinstance(memo, _Memo) and memo.length == len(sequence.tokens) - 1
-        return DraftRoom(
-            max_depth=min(budget, config.num_speculative_tokens) if is_ready else 0,
-            max_nodes=min(budget, config.num_speculative_tokens if config.width == 1 else config.max_nodes),
-            end_ids=sequence.end_ids,
-        )
+        max_depth = min(budget, self._max_depth) if is_ready else 0
+        return DraftRoom(max_depth, min(budget, self._max_nodes), sequence.end_ids)
 
     def _start(self, sequence: Sequence, room: DraftRoom) -> Growth:
         return Growth(
@@ -195,8 +205,7 @@ class MlpDrafter(Drafter):
         return np.array([growth.token(node) for growth in active for node in growth.frontier], np.int32)
 
 
-@dataclass(frozen=True, slots=True)
-class _Memo:
+class _Memo(NamedTuple):
     """The taps [1, D] of the last of `length` positions."""
 
     length: int

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from sakiyomi.errors import CheckpointError
 from sakiyomi.ops.base import DraftRoom, GreedyRules, Hide, MlpWeights, Ops
 from sakiyomi.tree import Draft
-from sakiyomi.types import Array, Tensor
+from sakiyomi.types import GROUP_SIZE, Array, Quantized, Tensor
 
 Ids = npt.NDArray[np.int32]
 MATRICES = ("start.weight", "advance.weight", "gate_up.weight", "down.weight", "start.tokens", "advance.tokens")
@@ -72,11 +72,26 @@ def find_token_rows(token_ids: npt.NDArray[Any], vocab_size: int) -> Ids:
     return rows
 
 
+def split_fuse(matrix: Any, hidden_size: int) -> tuple[Any, Any]:
+    """The columns of a step's large matrix that read states, and those that read a token's embedding.
+
+    Args:
+        matrix: [H, (n + 1) * H], an array, a `Quantized` or a tensor of torch.
+    """
+    if not isinstance(matrix, Quantized):
+        return matrix[:, :-hidden_size], matrix[:, -hidden_size:]
+    if hidden_size % GROUP_SIZE:
+        return split_fuse(matrix.dequantize(), hidden_size)
+    first = matrix.shape[1] - hidden_size
+    return matrix.columns(0, first), matrix.columns(first, matrix.shape[1])
+
+
 class MlpSpeculator:
     """The net with weights in the form that `ops` wants.
 
     Args:
-        weights: the tensors of `MlpConfig.shapes`, matrices made by `Ops.weight` and vectors by `Ops.array`.
+        weights: the tensors of `MlpConfig.shapes` with their large matrices split (`split_fuse`), matrices made by
+            `Ops.weight` and vectors by `Ops.array`.
         embedding: the target's, [V, H].
         token_rows: `find_token_rows` of the ids that have vectors of their own; those have M + 1 rows here, the last 0.
         hide: put on the inputs of the large matrices ("start", "advance", "down") while the net is trained.
@@ -96,11 +111,12 @@ class MlpSpeculator:
         self.embedding = embedding
         self._hide = hide
         ones = ops.array(np.ones(config.hidden_size, np.float32))
-        self._weights = {
-            name: MlpWeights(
+        start, advance = (
+            MlpWeights(
                 tokens=weights.get(f"{name}.tokens"),
                 token_rows=token_rows if config.num_tokens else None,
                 fuse=weights[f"{name}.weight"],
+                fuse_token=weights[f"{name}.token_weight"],
                 bias=weights[f"{name}.bias"],
                 inner_norm=weights["inner_norm.weight"],
                 gate_up=weights["gate_up.weight"],
@@ -110,7 +126,9 @@ class MlpSpeculator:
                 eps=config.eps,
             )
             for name in ("start", "advance")
-        }
+        )
+        self._weights = {"start": start, "advance": advance}
+        self._steps = start, advance
 
     @classmethod
     def load(
@@ -129,6 +147,9 @@ class MlpSpeculator:
                 raise CheckpointError(f"the drafter's tensor {name} is {found}; it must be {list(shape)}.")
             if name.endswith(".tokens"):
                 weights[name] = ops.weight([tensor, np.zeros((1, config.hidden_size), np.float32)])
+            elif name in ("start.weight", "advance.weight"):
+                left, token = split_fuse(tensor, config.hidden_size)
+                weights |= {name: ops.weight(left), name.replace(".weight", ".token_weight"): ops.weight(token)}
             else:
                 weights[name] = ops.weight(tensor) if name in MATRICES else ops.array(np.asarray(tensor, np.float32))
         rows = find_token_rows(np.asarray(tensors[TOKEN_IDS]), vocab_size) if config.num_tokens else None
@@ -159,11 +180,10 @@ class MlpSpeculator:
         return self.ops.mlp_step(states, token_ids, self.embedding, self._weights["advance"], head)
 
     def draft(
-        self, taps: Array, token_ids: Ids, head: Any, rules: GreedyRules, rooms: Sequence[DraftRoom]
+        self, taps: Array, token_ids: Sequence[int], head: Any, rules: GreedyRules, rooms: Sequence[DraftRoom]
     ) -> list[Draft | None]:
         """Drafts of the most probable tokens behind `token_ids` [R]; None where one has to be grown step by step."""
-        steps = self._weights["start"], self._weights["advance"]
-        return self.ops.mlp_drafts(taps, token_ids, self.embedding, steps, head, rules, rooms)
+        return self.ops.mlp_drafts(taps, token_ids, self.embedding, self._steps, head, rules, rooms)
 
     def _state(self, name: str, left: Array, token_ids: Ids) -> Array:
         hide = self._hide

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -155,6 +155,7 @@ class MlpWeights:
     """Weights of one step of a recurrent MLP speculator (nets/mlp.py); gate_up stacks gate and up: [2I, H].
 
     Attributes:
+        fuse, fuse_token: of the states in front of a token, [H, n * H], and of its embedding, [H, H].
         tokens: what the step adds for a token of its own, [M, H], or None; its last row is 0.
         token_rows: int32 [V], for each id the row of `tokens`; M - 1 for those without one.
     """
@@ -162,6 +163,7 @@ class MlpWeights:
     tokens: Weight | None = None
     token_rows: npt.NDArray[np.int32] | None = None
     fuse: Weight
+    fuse_token: Weight
     bias: Array
     inner_norm: Array
     gate_up: Weight
@@ -188,8 +190,7 @@ class GreedyRules:
     lowest: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftRoom:
+class DraftRoom(NamedTuple):
     """What a single draft may hold: its depth and its nodes at most, and the ids behind which nothing is drafted."""
 
     max_depth: int
@@ -401,9 +402,11 @@ class Ops(ABC):
         num_rows, width = x.shape
         hidden = len(weights.ones)
         normed = self.rms_norm(x.reshape(-1, hidden), weights.ones, weights.eps).reshape(num_rows, width)
-        fused = self.linear(hide("fuse", normed), weights.fuse, weights.bias)
+        normed = hide("fuse", normed)
+        token = self.linear(normed[:, -hidden:], weights.fuse_token)
         if weights.token_rows is not None:
-            fused = self.add(self.embed(weights.tokens, weights.token_rows[token_ids]), fused)
+            token = self.add(self.embed(weights.tokens, weights.token_rows[token_ids]), token)
+        fused = self.add(token, self.linear(normed[:, :-hidden], weights.fuse, weights.bias))
         inner = self.silu_mul(self.linear(self.rms_norm(fused, weights.inner_norm, weights.eps), weights.gate_up))
         return self.add(fused, self.linear(hide("down", inner), weights.down))
 
@@ -417,7 +420,7 @@ class Ops(ABC):
     def mlp_drafts(
         self,
         left: Array,
-        token_ids: npt.NDArray[np.int32],
+        token_ids: Sequence[int],
         embedding: Weight,
         steps: tuple[MlpWeights, MlpWeights],
         head: Weight,

@@ -132,6 +132,7 @@ class NativeOps(Ops):
         self._bytes_only = os.environ.get("SAKIYOMI_STORAGE") == "8bit"
         self._rope_tables: dict[tuple[bytes, float], Floats] = {}
         self._mlp_steps: dict[tuple[int, int, int], tuple[MlpWeights, Any]] = {}
+        self._mlp_drafts: dict[int, tuple[GreedyRules, tuple[MlpWeights, MlpWeights], Any, Any]] = {}
         self._medusa_heads: dict[int, tuple[MedusaWeights, Any]] = {}
         self._stacks: dict[tuple[int, int, int], tuple[tuple[LayerWeights, ...], StackSpec, Any]] = {}
 
@@ -291,34 +292,60 @@ class NativeOps(Ops):
     def mlp_drafts(
         self,
         left: Floats,
-        token_ids: npt.NDArray[np.int32],
+        token_ids: Sequence[int],
         embedding: Any,
         steps: tuple[MlpWeights, MlpWeights],
         head: Any,
         rules: GreedyRules,
         rooms: Sequence[DraftRoom],
     ) -> list[Draft | None]:
-        if steps[0].down.shape[1] % GROUP_SIZE:
+        entry = self._mlp_drafts.get(id(rules))
+        if entry is None or entry[0] is not rules or entry[1] is not steps or entry[2] is not head:
+            entry = (rules, steps, head, self._make_mlp_drafts(embedding, steps, head, rules))
+            if len(self._mlp_drafts) >= _MAX_STACKS:
+                self._mlp_drafts.clear()
+            self._mlp_drafts[id(rules)] = entry
+        drafts = entry[3]
+        if drafts is None:
             return super().mlp_drafts(left, token_ids, embedding, steps, head, rules, rooms)
+        return _drafts_of(drafts.draft(left, token_ids, rooms))
+
+    def _make_mlp_drafts(
+        self, embedding: Any, steps: tuple[MlpWeights, MlpWeights], head: Any, rules: GreedyRules
+    ) -> Any:
+        """The C++ form of drafting with some rules, or None where it has none."""
+        if steps[0].down.shape[1] % GROUP_SIZE:
+            return None
         start, advance = (self._mlp_step(embedding, weights, head) for weights in steps)
-        found = start.draft(
-            *(advance, _floats(left), _ints(token_ids), rules.ids, rules.sharpness, rules.width, rules.lowest),
-            *(*_room_fields(rooms), self.threads),
-        )
-        return _drafts_of(found)
+        fields = (rules.ids, rules.sharpness, rules.width, rules.lowest, self.threads)
+        return _native.MlpDrafts(start, advance, *fields)
 
     def _mlp_step(self, embedding: Any, weights: MlpWeights, head: Any) -> Any:
         """The C++ form of a step, kept for the next call with the same weights."""
         key = (id(weights), id(head), id(embedding))
         entry = self._mlp_steps.get(key)
         if entry is None or entry[0] is not weights:
-            fields = (weights.fuse, weights.bias, weights.inner_norm, weights.gate_up, weights.down, weights.norm)
-            tokens, rows = weights.tokens, weights.token_rows
-            entry = (weights, _native.MlpStep((*fields, weights.ones), embedding, head, tokens, rows, weights.eps))
+            fields = (weights.fuse, weights.fuse_token, weights.bias, weights.inner_norm, weights.gate_up, weights.down)
+            sums = self._token_sums(embedding, weights)
+            step = _native.MlpStep(
+                (*fields, weights.norm, weights.ones), embedding, head, sums, weights.token_rows, weights.eps
+            )
+            entry = (weights, step)
             if len(self._mlp_steps) >= _MAX_STACKS:
                 self._mlp_steps.clear()
             self._mlp_steps[key] = entry
         return entry[1]
+
+    def _token_sums(self, embedding: Any, weights: MlpWeights) -> Floats | None:
+        """What those tokens add to a step that have vectors of their own, float32 [M, H]: looked up, not computed."""
+        if weights.tokens is None or weights.token_rows is None:
+            return None
+        num_rows = weights.tokens.shape[0] - 1
+        ids = np.flatnonzero(weights.token_rows < num_rows)
+        ids = ids[np.argsort(weights.token_rows[ids])]
+        normed = self.rms_norm(self.embed(embedding, _ints(ids)), weights.ones, weights.eps)
+        own = self.embed(weights.tokens, np.arange(num_rows, dtype=np.int32))
+        return self.add(own, self.linear(normed, weights.fuse_token))
 
     # ---- a decoder stack, fused
 

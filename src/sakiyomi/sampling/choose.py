@@ -261,8 +261,12 @@ def process_logits(logits: Float32s, history: History) -> Float32s:
 
 def depends_on_ids(history: History) -> bool:
     """Whether the parameters treat some ids unlike others at this place."""
-    params = history.params
-    return bool(_is_too_short(history) or params.logit_bias or params.has_penalties)
+    return treats_ids_unalike(history.params, history.position - history.num_prompt)
+
+
+def treats_ids_unalike(params: SamplingParams, num_new: int) -> bool:
+    """`depends_on_ids` where `num_new` tokens have been answered before."""
+    return num_new < params.min_tokens or bool(params.logit_bias) or params.has_penalties
 
 
 def takes_the_best(history: History) -> bool:

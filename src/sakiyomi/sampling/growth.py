@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from sakiyomi.noise import PURPOSE_DRAFT, Randomness
-from sakiyomi.sampling.choose import Float32s, Ids, depends_on_ids, rank
+from sakiyomi.sampling.choose import Float32s, Ids, depends_on_ids, rank, treats_ids_unalike
 from sakiyomi.sampling.distributions import Law, law_at, law_of
 from sakiyomi.tree import ROOT, Draft, TreeBuilder
 from sakiyomi.types import DrawMode, History, Output, Sequence
@@ -222,7 +222,8 @@ class Growth:
 def takes_the_best(sequence: Sequence, draw: DrawMode) -> bool:
     """Whether `Growth` takes the largest of the logits as they are, at every node."""
     # Deeper nodes are further from the prompt, so no parameter begins to act below the root.
-    return (draw == "argmax" or sequence.params.is_greedy) and not depends_on_ids(sequence.history())
+    params = sequence.params
+    return (draw == "argmax" or params.is_greedy) and not treats_ids_unalike(params, sequence.num_new)
 
 
 def log_confidence(min_confidence: float) -> float:
@@ -232,8 +233,10 @@ def log_confidence(min_confidence: float) -> float:
 
 def fill_in(drafts: Seq[Draft | None], grow: Callable[[list[int]], Seq[Draft]]) -> list[Draft]:
     """The drafts, those that are missing grown by `grow`, which is told their numbers."""
-    late = [i for i, draft in enumerate(drafts) if draft is None]
-    rest = iter(grow(late) if late else ())
+    found = [draft for draft in drafts if draft is not None]
+    if len(found) == len(drafts):
+        return found
+    rest = iter(grow([i for i, draft in enumerate(drafts) if draft is None]))
     return [next(rest) if draft is None else draft for draft in drafts]
 
 

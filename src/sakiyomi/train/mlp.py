@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sakiyomi.nets.mlp import HEAD, TOKEN_IDS, MlpConfig, MlpSpeculator, find_token_rows
+from sakiyomi.nets.mlp import HEAD, TOKEN_IDS, MlpConfig, MlpSpeculator, find_token_rows, split_fuse
 from sakiyomi.train.acceptance import most_frequent
 from sakiyomi.train.batches import Batch, Ints
 from sakiyomi.train.fit import FitConfig, Report, Tell, fit_net, round_weights
@@ -156,8 +156,11 @@ class MlpTrainee:
             mean = self.moments.get(f"{name}.mean")
             return noise.hide(x) if mean is None else mean + noise.hide(x - mean)
 
-        frozen, wanted = self.frozen, None if noise is None else hide
-        return MlpSpeculator(frozen.ops, self.config, self._weights(), frozen.embedding, self._token_rows, wanted)
+        frozen, wanted, weights = self.frozen, None if noise is None else hide, self._weights()
+        for name in ("start", "advance"):
+            left, token = split_fuse(weights[f"{name}.weight"], self.config.hidden_size)
+            weights |= {f"{name}.weight": left, f"{name}.token_weight": token}
+        return MlpSpeculator(frozen.ops, self.config, weights, frozen.embedding, self._token_rows, wanted)
 
     def _weights(self) -> dict[str, Tensor]:
         """The weights that the net runs with."""
