@@ -9,7 +9,6 @@ using sakiyomi::kKeyGroupBytes;
 using sakiyomi::num_groups;
 using sakiyomi::key_block_bytes;
 using sakiyomi::value_block_bytes;
-
 using sakiyomi::query_bytes;
 
 enum { kChunkBlocks = kKeyChunk / kKeyBlock };
@@ -39,6 +38,19 @@ float quantize_run(const float* x, int64_t count, int8_t* out, int32_t* sum) {
     if (sum != nullptr) *sum = reduce_add(total);
     return (is_zero ? 0.0f : most / 127.0f) + reduce_add(flaw);
 }
+
+#ifndef SAKIYOMI_HAS_TERMS
+// Two terms [2][32] of 8 bits of 32 numbers of 0 to 32512, 256 times the first and the second; returns total + numbers.
+inline Vi store_terms(int8_t* out, Vi a, Vi b, Vi total) {
+    const Vi halves[2] = {a, b};
+    for (int i = 0; i < 2; ++i) {
+        const Vi high = divide_256(halves[i]);
+        store_int8(out + i * kLanes, high);
+        store_int8(out + kKeyBlock + i * kLanes, sub(halves[i], times_256(high)));
+    }
+    return add(total, add(a, b));
+}
+#endif
 
 // What takes back that bytes are 128 too large; it wraps, since what rounding makes of a nan is no small number.
 inline int32_t start_for(int32_t sum) { return static_cast<int32_t>(static_cast<uint32_t>(sum) * 0xffffff80u); }

@@ -116,16 +116,15 @@ class GreedyTree {
     }
 };
 
-inline std::vector<GreedyTree> start_trees(std::int64_t count, const std::vector<std::int64_t>& max_depths,
-                                           const std::vector<std::int64_t>& max_nodes, const nb::list& end_ids) {
-    check_equal("the number of depths", static_cast<std::int64_t>(max_depths.size()), count);
-    check_equal("the number of node counts", static_cast<std::int64_t>(max_nodes.size()), count);
-    check_equal("the number of end ids", static_cast<std::int64_t>(end_ids.size()), count);
-    std::vector<GreedyTree> trees(static_cast<std::size_t>(count));
+// Empty trees in rooms of (max_depth, max_nodes, the ids behind which nothing is drafted).
+inline std::vector<GreedyTree> start_trees(std::int64_t count, const nb::list& rooms) {
+    check_equal("the number of rooms", static_cast<std::int64_t>(rooms.size()), count);
+    std::vector<GreedyTree> trees(rooms.size());
     for (std::size_t i = 0; i < trees.size(); ++i) {
-        check(max_depths[i] > 0 && max_nodes[i] > 0, "a draft needs room for a node.");
-        trees[i].max_depth = max_depths[i], trees[i].max_nodes = max_nodes[i];
-        for (nb::handle id : end_ids[i]) trees[i].end_ids.push_back(nb::cast<std::int64_t>(id));
+        const nb::tuple room = nb::cast<nb::tuple>(rooms[i]);
+        trees[i].max_depth = nb::cast<std::int64_t>(room[0]), trees[i].max_nodes = nb::cast<std::int64_t>(room[1]);
+        check(trees[i].max_depth > 0 && trees[i].max_nodes > 0, "a draft needs room for a node.");
+        for (nb::handle id : room[2]) trees[i].end_ids.push_back(nb::cast<std::int64_t>(id));
         trees[i].frontier = {GreedyTree::kRoot};
     }
     return trees;

@@ -298,25 +298,10 @@ void linear_dense(const LinearJob* job, int64_t first_block, int64_t last_block)
 // ---------------------------------------------------------------------------------------------- rows
 
 // Symmetric 8-bit values in groups of 32: scale = largest magnitude / 127.
-void quantize_group(const float* x, uint8_t* out, int64_t row, int64_t num_rows) {
-    const Vf x0 = load(x), x1 = load(x + kLanes);
-    const float largest = reduce_max(max(abs(x0), abs(x1)));
-    const bool is_zero = largest < 1e-30f;  // below this 127 / largest could overflow
-    const float scale = is_zero ? 0.0f : largest / 127.0f, inverse = is_zero ? 0.0f : 127.0f / largest;
-    const Vi v0 = round_to_int(mul(x0, set1(inverse))), v1 = round_to_int(mul(x1, set1(inverse)));
-    int8_t* values = reinterpret_cast<int8_t*>(out) + row * kGroup;
-    store_int8(values, v0);
-    store_int8(values + kLanes, v1);
-    float* scales = reinterpret_cast<float*>(out + num_rows * kGroup) + row;
-    scales[0] = scale;
-    scales[num_rows] = scale * static_cast<float>(reduce_add(add(v0, v1)));
-}
-
+#ifdef SAKIYOMI_HAS_FOUR_GROUPS
 void quantize(const float* x, int64_t num_groups, uint8_t* out, int64_t row, int64_t num_rows) {
     const int64_t step = input_group_bytes(num_rows);
-    int64_t group = 0;
-#ifdef SAKIYOMI_HAS_FOUR_GROUPS
-    for (; group < num_groups; group += 4) {
+    for (int64_t group = 0; group < num_groups; group += 4) {
         const float* numbers[4];
         int8_t* values[4];
         float* scales[4];
@@ -329,9 +314,25 @@ void quantize(const float* x, int64_t num_groups, uint8_t* out, int64_t row, int
         }
         quantize_four(numbers, values, scales, num_rows);
     }
-#endif
-    for (; group < num_groups; ++group) quantize_group(x + group * kGroup, out + group * step, row, num_rows);
 }
+#else
+void quantize(const float* x, int64_t num_groups, uint8_t* out, int64_t row, int64_t num_rows) {
+    const int64_t step = input_group_bytes(num_rows);
+    for (int64_t group = 0; group < num_groups; ++group, x += kGroup, out += step) {
+        const Vf x0 = load(x), x1 = load(x + kLanes);
+        const float largest = reduce_max(max(abs(x0), abs(x1)));
+        const bool is_zero = largest < 1e-30f;  // below this 127 / largest could overflow
+        const float scale = is_zero ? 0.0f : largest / 127.0f, inverse = is_zero ? 0.0f : 127.0f / largest;
+        const Vi v0 = round_to_int(mul(x0, set1(inverse))), v1 = round_to_int(mul(x1, set1(inverse)));
+        int8_t* values = reinterpret_cast<int8_t*>(out) + row * kGroup;
+        store_int8(values, v0);
+        store_int8(values + kLanes, v1);
+        float* scales = reinterpret_cast<float*>(out + num_rows * kGroup) + row;
+        scales[0] = scale;
+        scales[num_rows] = scale * static_cast<float>(reduce_add(add(v0, v1)));
+    }
+}
+#endif
 
 void rms_norm(const float* x, const float* weight, float eps, int64_t width, float* out) {
     const int64_t whole = width - width % kLanes, tail = width - whole;

@@ -83,22 +83,23 @@ class MedusaHeads {
     }
 
     // For each of the target's last states [R, H], in front of its final norm, what GreedyTree::give gives of a draft, or None
-    // where logits are damaged. See MlpStep::draft for the rules.
+    // where logits are damaged. See MlpStep::grow for the rules.
     nb::list draft(Matrix states, In<std::int64_t, nb::ndim<1>> vocabulary, float sharpness, std::int64_t width, double lowest,
-                   const std::vector<std::int64_t>& max_depths, const std::vector<std::int64_t>& max_nodes, const nb::list& end_ids,
+                   const nb::list& rooms,
                    int num_threads) const {
         const std::int64_t num_states = static_cast<std::int64_t>(states.shape(0));
         check_equal("the width of states", static_cast<std::int64_t>(states.shape(1)), hidden_);
         check_equal("the length of vocabulary", static_cast<std::int64_t>(vocabulary.shape(0)), heads_[0].weight->num_outputs);
         check(width > 0, "width must be positive.");
         const int wanted = check_threads(num_threads, kMaxThreads);
-        std::vector<GreedyTree> trees = start_trees(num_states, max_depths, max_nodes, end_ids);
+        std::vector<GreedyTree> trees = start_trees(num_states, rooms);
         std::vector<char> is_sound(trees.size(), 1);
-        const std::int64_t depth = trees.empty() ? 0 : *std::max_element(max_depths.begin(), max_depths.end());
+        std::int64_t depth = 0;
+        for (const GreedyTree& tree : trees) depth = std::max(depth, tree.max_depth);
         check(depth <= num_heads_, "a draft is deeper than there are heads.");
         if (depth > 0) {
             nb::gil_scoped_release released;
-            const std::vector<Ranking> rankings = rank_places(states.data(), num_states, depth, max_depths, sharpness, width, wanted);
+            const std::vector<Ranking> rankings = rank_places(states.data(), trees, depth, sharpness, width, wanted);
             for (std::size_t i = 0; i < trees.size(); ++i)
                 is_sound[i] = trees[i].grow_by_depth(width, lowest, vocabulary.data(), [&](std::size_t place) -> const Ranking& {
                     return rankings[place * trees.size() + i];
@@ -124,10 +125,10 @@ class MedusaHeads {
     }
 
     // The best ids of the first `depth` heads for each state [depth, num_states]; empty where nobody asks, or logits are damaged.
-    std::vector<Ranking> rank_places(const float* states, std::int64_t num_states, std::int64_t depth,
-                                     const std::vector<std::int64_t>& max_depths, float sharpness, std::int64_t width,
-                                     int num_threads) const {
+    std::vector<Ranking> rank_places(const float* states, const std::vector<GreedyTree>& trees, std::int64_t depth,
+                                     float sharpness, std::int64_t width, int num_threads) const {
         const Kernels& kernel = kernels();
+        const std::int64_t num_states = static_cast<std::int64_t>(trees.size());
         const std::int64_t num_rows = depth * num_states, num_ids = heads_[0].weight->num_outputs, hidden = hidden_;
         const std::int64_t outputs = first().weight->num_outputs;
         const int team_size = threads_for(num_threads, num_rows * hidden * (hidden + num_ids) / 8);
@@ -189,7 +190,7 @@ class MedusaHeads {
                 run_share(kernel, *part.weight, last.job(part, head, logits + head * per_head * num_ids, num_ids), item % shares);
             });
             team.share(rank, num_rows, [&](std::int64_t row) {
-                if (row / num_states >= max_depths[static_cast<std::size_t>(row % num_states)]) return;
+                if (row / num_states >= trees[static_cast<std::size_t>(row % num_states)].max_depth) return;
                 Ranking& ranking = rankings[static_cast<std::size_t>(row)];
                 if (!rank_sharp(logits + row * num_ids, num_ids, sharpness, width, &ranking)) ranking.ids.clear();
             });
@@ -254,5 +255,5 @@ void bind_medusa(nanobind::module_& m) {
         .def(nb::init<const nb::list&, const nb::list&, nb::object, nb::object, float>(), arg("blocks"), arg("heads"), arg("norm"),
              arg("ones"), arg("eps"))
         .def("draft", &MedusaHeads::draft, arg("states").noconvert(), arg("vocabulary").noconvert(), arg("sharpness"), arg("width"),
-             arg("lowest"), arg("max_depths"), arg("max_nodes"), arg("end_ids"), arg("threads"));
+             arg("lowest"), arg("rooms"), arg("threads"));
 }

@@ -117,16 +117,6 @@ inline Vi divide_256(Vi a) {  // halves upwards
     a = add(a, set1_int(128));
     return {_mm256_srai_epi32(a.lo, 8), _mm256_srai_epi32(a.hi, 8)};
 }
-// Two terms [2][32] of 8 bits of 32 numbers of 0 to 32512, 256 times the first and the second; returns total + numbers.
-inline Vi store_terms(int8_t* out, Vi a, Vi b, Vi total) {
-    const Vi halves[2] = {a, b};
-    for (int i = 0; i < 2; ++i) {
-        const Vi high = divide_256(halves[i]);
-        store_int8(out + i * 16, high);
-        store_int8(out + 32 + i * 16, sub(halves[i], times_256(high)));
-    }
-    return add(total, add(a, b));
-}
 
 #define SAKIYOMI_HAS_WIDE_LANES
 // Lanes, as bits, with a >= b; with a nan in either.

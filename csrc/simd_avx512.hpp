@@ -95,6 +95,7 @@ inline void store_int8(int8_t* p, Vi a) {
 }
 
 inline Vi times_256(Vi a) { return _mm512_slli_epi32(a, 8); }
+#define SAKIYOMI_HAS_TERMS
 // Two terms [2][32] of 8 bits of 32 numbers of 0 to 32512, 256 times the first and the second; returns total + numbers.
 inline Vi store_terms(int8_t* out, Vi a, Vi b, Vi total) {
     const __m512i words = _mm512_packs_epi32(a, b);

@@ -179,16 +179,6 @@ inline Vi divide_256(Vi a) {  // halves upwards
     LANES a.v[i] >>= 8;
     return a;
 }
-// Two terms [2][32] of 8 bits of 32 numbers of 0 to 32512, 256 times the first and the second; returns total + numbers.
-inline Vi store_terms(int8_t* out, Vi a, Vi b, Vi total) {
-    const Vi halves[2] = {a, b};
-    for (int i = 0; i < 2; ++i) {
-        const Vi high = divide_256(halves[i]);
-        store_int8(out + i * 16, high);
-        store_int8(out + 32 + i * 16, sub(halves[i], times_256(high)));
-    }
-    return add(total, add(a, b));
-}
 
 inline Wq load_weights(const uint8_t* p) {
     Wq r;

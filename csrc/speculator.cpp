@@ -412,24 +412,13 @@ class MlpDrafts {
         vocabulary_ = ids.data();
     }
 
-    // rooms: for each row the depth and the nodes of its draft at most, and the ids behind which nothing is drafted.
-    // Gives for each row (tokens, parents, confidences or None where all are 1), or None where logits are damaged.
+    // For each row what GreedyTree::give gives of a draft in its room, or None where logits are damaged.
     nb::list draft(Matrix left, const nb::list& ids, const nb::list& rooms) const {
-        check_equal("the number of rooms", static_cast<std::int64_t>(rooms.size()), static_cast<std::int64_t>(ids.size()));
         std::vector<std::int32_t> tokens;
-        std::vector<GreedyTree> trees(rooms.size());
-        for (std::size_t i = 0; i < trees.size(); ++i) {
-            tokens.push_back(nb::cast<std::int32_t>(ids[i]));
-            const nb::tuple room = nb::cast<nb::tuple>(rooms[i]);
-            trees[i].max_depth = nb::cast<std::int64_t>(room[0]), trees[i].max_nodes = nb::cast<std::int64_t>(room[1]);
-            check(trees[i].max_depth > 0 && trees[i].max_nodes > 0, "a draft needs room for a node.");
-            for (nb::handle id : room[2]) trees[i].end_ids.push_back(nb::cast<std::int64_t>(id));
-            trees[i].frontier = {GreedyTree::kRoot};
-        }
+        for (nb::handle id : ids) tokens.push_back(nb::cast<std::int32_t>(id));
+        std::vector<GreedyTree> trees = start_trees(static_cast<std::int64_t>(tokens.size()), rooms);
         const bool is_sound = start_->grow(*advance_, left, tokens, vocabulary_, sharpness_, width_, lowest_, trees, num_threads_);
-        nb::list drafts;
-        for (const GreedyTree& tree : trees) drafts.append(is_sound ? tree.give(lowest_) : nb::object(nb::none()));
-        return drafts;
+        return give_all(trees, std::vector<char>(trees.size(), is_sound), lowest_);
     }
 
    private:

@@ -391,22 +391,22 @@ class DecoderStack {
     }
 
     // `run_head` of causal rows, at least one of each sequence, which stand at the positions behind the caches, with features
-    // that `fuse` (norms, matrix) makes of the target's hidden states `taps` [R, A * Ht]; and behind them greedy chains that grow a row at a time from the states fed back (the normed ones, if so wanted). The caches need
-    // room for the rows and max_depth - 1 more.
+    // that `fuse` (norms, matrix) makes of the target's hidden states `taps` [R, A * Ht]; and behind them greedy chains that
+    // grow a row at a time from the states fed back (the normed ones, if so wanted). The caches need room for the rows and
+    // max_depth - 1 more.
     // Gives for each chain what GreedyTree::give does, or None where logits are damaged; and of each sequence's last given
     // row the logits and the state that is fed back.
     nb::list draft_chains(Matrix taps, const nb::tuple& fuse, Ints ids, const nb::tuple& ends, Matrix table, const nb::list& keys,
                           const nb::list& values, const std::vector<std::int64_t>& lengths, std::int64_t first_layer,
                           const std::vector<std::int64_t>& bounds, bool feeds_normed, In<std::int64_t, nb::ndim<1>> vocabulary,
-                          float sharpness, double lowest, const std::vector<std::int64_t>& max_depths,
-                          const std::vector<std::int64_t>& max_nodes, const nb::list& end_ids,
+                          float sharpness, double lowest, const nb::list& rooms,
                           Out<float, nb::ndim<2>> last_states, Out<float, nb::ndim<2>> last_logits, int num_threads) const {
         const std::int64_t num_rows = static_cast<std::int64_t>(taps.shape(0)), hidden = sizes_.hidden;
         const Fuse fuse_it = read_fuse(fuse, taps);
         const Ends around_it = read_ends(ends, ids, num_rows);
         const std::int64_t num_ids = around_it.head->num_outputs;
         check_ids(vocabulary, num_ids, around_it.embedding->num_outputs);
-        std::vector<GreedyTree> trees = start_trees(static_cast<std::int64_t>(lengths.size()), max_depths, max_nodes, end_ids);
+        std::vector<GreedyTree> trees = start_trees(static_cast<std::int64_t>(lengths.size()), rooms);
         const std::vector<std::int64_t> all_bounds = check_draft(num_rows, table, lengths, bounds, trees, num_ids, last_states, last_logits);
         const PendingRows pending(trees.size());
         RowPlan plan = RowPlan::trees(bounds, nullptr, num_rows, pending);
@@ -468,8 +468,7 @@ class DecoderStack {
                           const nb::list& values, const std::vector<std::int64_t>& lengths, std::int64_t first_layer,
                           const std::vector<std::int64_t>& bounds, bool feeds_normed, Vector placeholder, std::int32_t mask_id,
                           In<std::int64_t, nb::ndim<1>> vocabulary, float sharpness, std::int64_t width, double lowest,
-                          const std::vector<std::int64_t>& max_depths, const std::vector<std::int64_t>& max_nodes,
-                          const nb::list& end_ids, Out<float, nb::ndim<2>> last_states, Out<float, nb::ndim<2>> last_logits,
+                          const nb::list& rooms, Out<float, nb::ndim<2>> last_states, Out<float, nb::ndim<2>> last_logits,
                           int num_threads) const {
         const Fuse fuse_it = read_fuse(fuse, taps);
         const std::int64_t num_given = static_cast<std::int64_t>(taps.shape(0));
@@ -480,7 +479,7 @@ class DecoderStack {
         check_equal("the width of placeholder", static_cast<std::int64_t>(placeholder.shape(0)), sizes_.hidden);
         check(mask_id >= 0 && mask_id < around_it.embedding->num_outputs, "the id of placeholders is out of range.");
         check(width > 0, "width must be positive.");
-        std::vector<GreedyTree> trees = start_trees(static_cast<std::int64_t>(lengths.size()), max_depths, max_nodes, end_ids);
+        std::vector<GreedyTree> trees = start_trees(static_cast<std::int64_t>(lengths.size()), rooms);
         const std::vector<std::int64_t> all_bounds = check_draft(num_given, table, lengths, bounds, trees, num_ids, last_states, last_logits);
         const std::int64_t num_rows = all_bounds.back();
         const PendingRows pending(trees.size());
@@ -786,11 +785,11 @@ void bind_stack(nanobind::module_& m) {
              arg("logits").noconvert().none(), arg("threads"))
         .def("draft_chains", &DecoderStack::draft_chains, arg("taps").noconvert(), arg("fuse"), arg("ids").noconvert(), arg("ends"),
              arg("table").noconvert(), arg("keys"), arg("values"), arg("lengths"), arg("layer"), arg("bounds"),
-             arg("feeds_normed"), arg("vocabulary").noconvert(), arg("sharpness"), arg("lowest"), arg("max_depths"),
-             arg("max_nodes"), arg("end_ids"), arg("last_states").noconvert(), arg("last_logits").noconvert(), arg("threads"))
+             arg("feeds_normed"), arg("vocabulary").noconvert(), arg("sharpness"), arg("lowest"), arg("rooms"),
+             arg("last_states").noconvert(), arg("last_logits").noconvert(), arg("threads"))
         .def("draft_places", &DecoderStack::draft_places, arg("taps").noconvert(), arg("fuse"), arg("ids").noconvert(), arg("ends"),
              arg("table").noconvert(), arg("keys"), arg("values"), arg("lengths"), arg("layer"), arg("bounds"),
              arg("feeds_normed"), arg("placeholder").noconvert(), arg("mask_id"), arg("vocabulary").noconvert(),
-             arg("sharpness"), arg("width"), arg("lowest"), arg("max_depths"), arg("max_nodes"), arg("end_ids"),
+             arg("sharpness"), arg("width"), arg("lowest"), arg("rooms"),
              arg("last_states").noconvert(), arg("last_logits").noconvert(), arg("threads"));
 }

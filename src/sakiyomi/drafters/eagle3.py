@@ -19,7 +19,7 @@ from sakiyomi.noise import Randomness
 from sakiyomi.ops.base import Causal, DraftRoom, GreedyRules, Tree
 from sakiyomi.plugins import check_growth
 from sakiyomi.sampling.distributions import KeyedRandomness
-from sakiyomi.sampling.growth import Growth, SubsetCandidates, fill_in, log_confidence, takes_the_best
+from sakiyomi.sampling.growth import Growth, SubsetCandidates, draft_at_once, fill_in, log_confidence
 from sakiyomi.tree import ROOT, Draft
 from sakiyomi.types import Array, Drafter, DrafterContext, DrawMode, Sequence
 
@@ -73,18 +73,10 @@ class Eagle3Drafter(Drafter):
         )
 
     def _draft_at_once(self, sequences: Seq[Sequence], rooms: Seq[DraftRoom]) -> list[Draft | None]:
-        """Chains of the most probable tokens, and empty ones where there is no room; None for all others."""
-        drafts = [Draft.empty() if min(room.max_depth, room.max_nodes) <= 0 else None for room in rooms]
-        if self.config.width > 1:
-            return drafts
-        chosen = [i for i, draft in enumerate(drafts) if draft is None and takes_the_best(sequences[i], self.draw)]
-        if chosen:
-            some = [sequences[i] for i in chosen]
-            memos, some_rooms = [sequence.memo for sequence in some], [rooms[i] for i in chosen]
-            found = self.runner.draft(memos, some, self.rules, some_rooms)
-            for i, draft in zip(chosen, found, strict=True):
-                drafts[i] = draft
-        return drafts
+        return draft_at_once(sequences, rooms, self.draw, self._draft_best if self.config.width == 1 else None)
+
+    def _draft_best(self, sequences: Seq[Sequence], rooms: Seq[DraftRoom]) -> list[Draft | None]:
+        return self.runner.draft([sequence.memo for sequence in sequences], sequences, self.rules, rooms)
 
     def _draft_by_levels(self, sequences: Seq[Sequence], rooms: Seq[DraftRoom]) -> list[Draft]:
         growths = [self._start(sequence, room) for sequence, room in zip(sequences, rooms, strict=True)]

@@ -21,7 +21,7 @@ from sakiyomi.noise import Randomness
 from sakiyomi.ops.base import DraftRoom, GreedyRules
 from sakiyomi.plugins import check_growth
 from sakiyomi.sampling.distributions import KeyedRandomness
-from sakiyomi.sampling.growth import Growth, SubsetCandidates, fill_in, log_confidence, takes_the_best
+from sakiyomi.sampling.growth import Growth, SubsetCandidates, draft_at_once, fill_in, log_confidence
 from sakiyomi.tree import Draft
 from sakiyomi.types import Array, Drafter, DrafterContext, DrawMode, Sequence
 
@@ -99,17 +99,10 @@ class MedusaDrafter(Drafter):
         )
 
     def _draft_at_once(self, sequences: Seq[Sequence], rooms: Seq[DraftRoom]) -> list[Draft | None]:
-        """Dynamic drafts of the most probable tokens, and empty ones where there is no room; None for all others."""
-        drafts = [Draft.empty() if min(room.max_depth, room.max_nodes) <= 0 else None for room in rooms]
-        if self.config.tree == "static":
-            return drafts
-        chosen = [i for i, draft in enumerate(drafts) if draft is None and takes_the_best(sequences[i], self.draw)]
-        if chosen:
-            states = join_rows([sequences[i].memo.state for i in chosen])
-            found = self.net.draft(states, self.rules, [rooms[i] for i in chosen])
-            for i, draft in zip(chosen, found, strict=True):
-                drafts[i] = draft
-        return drafts
+        return draft_at_once(sequences, rooms, self.draw, None if self.config.tree == "static" else self._draft_best)
+
+    def _draft_best(self, sequences: Seq[Sequence], rooms: Seq[DraftRoom]) -> list[Draft | None]:
+        return self.net.draft(join_rows([sequence.memo.state for sequence in sequences]), self.rules, rooms)
 
     def _draft_by_levels(self, sequences: Seq[Sequence], rooms: Seq[DraftRoom]) -> list[Draft]:
         states = join_rows([sequence.memo.state for sequence in sequences])

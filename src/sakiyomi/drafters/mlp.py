@@ -24,7 +24,7 @@ from sakiyomi.noise import Randomness
 from sakiyomi.ops.base import DraftRoom, GreedyRules
 from sakiyomi.plugins import check_growth
 from sakiyomi.sampling.distributions import KeyedRandomness
-from sakiyomi.sampling.growth import Growth, SubsetCandidates, fill_in, log_confidence, takes_the_best
+from sakiyomi.sampling.growth import Growth, SubsetCandidates, draft_at_once, fill_in, log_confidence
 from sakiyomi.tree import Draft
 from sakiyomi.types import Array, Drafter, DrafterContext, DrafterFile, DrawMode, Lent, Sequence
 
@@ -117,26 +117,14 @@ class MlpDrafter(Drafter):
         )
 
     def _draft_at_once(self, sequences: Seq[Sequence], rooms: Seq[DraftRoom]) -> list[Draft | None]:
-        """Drafts of the most probable tokens, and empty ones where there is no room; None for all others."""
-        drafts: list[Draft | None] = []
-        chosen: list[int] = []
-        taps, tokens, wanted = [], [], []
-        # One loop: with a small target this stands between two passes, where each comprehension more can be measured.
-        for sequence, room in zip(sequences, rooms, strict=True):
-            if room.max_depth <= 0:
-                drafts.append(Draft.empty())
-                continue
-            if takes_the_best(sequence, self.draw):
-                chosen.append(len(drafts))
-                taps.append(sequence.memo.taps)
-                tokens.append(sequence.tokens[-1])
-                wanted.append(room)
-            drafts.append(None)
-        if chosen:
-            found = self.net.draft(join_rows(taps), tokens, self.head, self.rules, wanted)
-            for i, draft in zip(chosen, found, strict=True):
-                drafts[i] = draft
-        return drafts
+        return draft_at_once(sequences, rooms, self.draw, self._draft_best)
+
+    def _draft_best(self, sequences: Seq[Sequence], rooms: Seq[DraftRoom]) -> list[Draft | None]:
+        taps, tokens = [], []
+        for sequence in sequences:
+            taps.append(sequence.memo.taps)
+            tokens.append(sequence.tokens[-1])
+        return self.net.draft(join_rows(taps), tokens, self.head, self.rules, rooms)
 
     def _draft_by_levels(self, sequences: Seq[Sequence], rooms: Seq[DraftRoom]) -> list[Draft]:
         growths = [self._start(sequence, room) for sequence, room in zip(sequences, rooms, strict=True)]
@@ -155,8 +143,7 @@ class MlpDrafter(Drafter):
     def observe(self, sequence: Sequence, start: int, tokens: Seq[int], taps: Array | None) -> None:
         # A memo is never changed, so that sequences that fork may share it.
         if taps is not None and len(tokens):
-            length = len(tokens)
-            sequence.memo = _Memo(start + length, taps if length == 1 == len(taps) else taps[length - 1 : length])
+            sequence.memo = _Memo(start + len(tokens), taps[len(tokens) - 1 : len(tokens)])
 
     def rewind(self, sequence: Sequence, length: int) -> None:
         if isinstance(sequence.memo, _Memo) and sequence.memo.length > length:

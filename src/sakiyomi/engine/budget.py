@@ -270,11 +270,7 @@ class AdaptiveBudget:
             if plan.drafts[asked.index].drawn not in SAMPLED:
                 pools.setdefault(asked.index, []).append(asked)
         trees = {index: _merge(pool, caps[index]) for index, pool in pools.items()}
-        gains: Seq[float]
-        if len(trees) == 1:
-            ((_, gains),) = trees.values()
-        else:
-            gains = sorted((gain for _, own in trees.values() for gain in own), reverse=True)
+        gains = sorted((gain for _, own in trees.values() for gain in own), reverse=True)
         if not gains:
             return
         if num_rows + len(gains) >= len(curve):
@@ -282,8 +278,9 @@ class AdaptiveBudget:
         count = count_worthwhile(gains, curve[num_rows : num_rows + len(gains) + 1], self._rate(num_sequences, curve))
         if count == 0:
             return
+        least = gains[count - 1]
         for index, (tree, own) in trees.items():
-            keep = count if len(trees) == 1 else sum(gain >= gains[count - 1] for gain in own)
+            keep = count if len(trees) == 1 else sum(gain >= least for gain in own)
             plan.drafts[index] = tree.trim(keep, keep)
 
     # ------------------------------------------------------------------------------------------ behind a step

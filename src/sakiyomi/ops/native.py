@@ -131,9 +131,7 @@ class NativeOps(Ops):
         self._store = store
         self._bytes_only = os.environ.get("SAKIYOMI_STORAGE") == "8bit"
         self._rope_tables: dict[tuple[bytes, float], Floats] = {}
-        self._mlp_steps: dict[tuple[int, int, int], tuple[MlpWeights, Any]] = {}
-        self._mlp_drafts: dict[int, tuple[GreedyRules, tuple[MlpWeights, MlpWeights], Any, Any]] = {}
-        self._medusa_heads: dict[int, tuple[MedusaWeights, Any]] = {}
+        self._mlp_steps, self._mlp_drafts, self._medusa_heads = _Forms(), _Forms(), _Forms()
         self._stacks: dict[tuple[int, int, int], tuple[tuple[LayerWeights, ...], StackSpec, Any]] = {}
 
     # ---- arrays and weights
@@ -299,13 +297,7 @@ class NativeOps(Ops):
         rules: GreedyRules,
         rooms: Sequence[DraftRoom],
     ) -> list[Draft | None]:
-        entry = self._mlp_drafts.get(id(rules))
-        if entry is None or entry[0] is not rules or entry[1] is not steps or entry[2] is not head:
-            entry = (rules, steps, head, self._make_mlp_drafts(embedding, steps, head, rules))
-            if len(self._mlp_drafts) >= _MAX_STACKS:
-                self._mlp_drafts.clear()
-            self._mlp_drafts[id(rules)] = entry
-        drafts = entry[3]
+        drafts = self._mlp_drafts.of(self._make_mlp_drafts, embedding, steps, head, rules)
         if drafts is None:
             return super().mlp_drafts(left, token_ids, embedding, steps, head, rules, rooms)
         return _drafts_of(drafts.draft(left, token_ids, rooms))
@@ -322,19 +314,14 @@ class NativeOps(Ops):
 
     def _mlp_step(self, embedding: Any, weights: MlpWeights, head: Any) -> Any:
         """The C++ form of a step, kept for the next call with the same weights."""
-        key = (id(weights), id(head), id(embedding))
-        entry = self._mlp_steps.get(key)
-        if entry is None or entry[0] is not weights:
-            fields = (weights.fuse, weights.fuse_token, weights.bias, weights.inner_norm, weights.gate_up, weights.down)
-            sums = self._token_sums(embedding, weights)
-            step = _native.MlpStep(
-                (*fields, weights.norm, weights.ones), embedding, head, sums, weights.token_rows, weights.eps
-            )
-            entry = (weights, step)
-            if len(self._mlp_steps) >= _MAX_STACKS:
-                self._mlp_steps.clear()
-            self._mlp_steps[key] = entry
-        return entry[1]
+        return self._mlp_steps.of(self._make_mlp_step, embedding, weights, head)
+
+    def _make_mlp_step(self, embedding: Any, weights: MlpWeights, head: Any) -> Any:
+        fields = (weights.fuse, weights.fuse_token, weights.bias, weights.inner_norm, weights.gate_up, weights.down)
+        sums = self._token_sums(embedding, weights)
+        return _native.MlpStep(
+            (*fields, weights.norm, weights.ones), embedding, head, sums, weights.token_rows, weights.eps
+        )
 
     def _token_sums(self, embedding: Any, weights: MlpWeights) -> Floats | None:
         """What those tokens add to a step that have vectors of their own, float32 [M, H]: looked up, not computed."""
@@ -444,15 +431,15 @@ class NativeOps(Ops):
         logits = np.empty((len(lengths), ends.head.shape[0]), np.float32)
         num_positions = max(lengths) + len(taps) + max(room.max_depth for room in rooms)
         table = self._rope_table(num_positions, spec.inv_freq, spec.rope_scale)
-        caches, room = (keys, values, lengths, past.layer, list(mask.bounds)), _room_fields(rooms)
+        caches = keys, values, lengths, past.layer, list(mask.bounds)
         fused = _floats(taps), (fuse.norms, fuse.matrix)
         rows = *fused, _ints(token_ids), _end_fields(ends), table, *caches, feeds_normed
-        last = states, logits, self.threads
+        last = list(rooms), states, logits, self.threads
         if placeholder is None:
-            found = stack.draft_chains(*rows, rules.ids, rules.sharpness, rules.lowest, *room, *last)
+            found = stack.draft_chains(*rows, rules.ids, rules.sharpness, rules.lowest, *last)
         else:
             ahead = placeholder.feature[0], placeholder.token_id, rules.ids, rules.sharpness, rules.width, rules.lowest
-            found = stack.draft_places(*rows, *ahead, *room, *last)
+            found = stack.draft_places(*rows, *ahead, *last)
         return _drafts_of(found), logits, states
 
     # ---- Medusa heads, fused
@@ -460,19 +447,9 @@ class NativeOps(Ops):
     def medusa_drafts(
         self, states: Floats, weights: MedusaWeights, rules: GreedyRules, rooms: Sequence[DraftRoom]
     ) -> list[Draft | None]:
-        entry = self._medusa_heads.get(id(weights))
-        if entry is None or entry[0] is not weights:
-            blocks = [list(layer) for layer in weights.blocks]
-            heads = _native.MedusaHeads(blocks, list(weights.heads), weights.norm, weights.ones, weights.eps)
-            entry = (weights, heads)
-            if len(self._medusa_heads) >= _MAX_STACKS:
-                self._medusa_heads.clear()
-            self._medusa_heads[id(weights)] = entry
-        found = entry[1].draft(
-            *(_floats(states), rules.ids, rules.sharpness, rules.width, rules.lowest),
-            *(*_room_fields(rooms), self.threads),
-        )
-        return _drafts_of(found)
+        heads = self._medusa_heads.of(_make_medusa_heads, weights)
+        numbers = rules.sharpness, rules.width, rules.lowest
+        return _drafts_of(heads.draft(_floats(states), rules.ids, *numbers, list(rooms), self.threads))
 
     # ---- helpers
 
@@ -581,8 +558,26 @@ def _end_fields(ends: HeadEnds) -> tuple[Any, ...]:
     )
 
 
-def _room_fields(rooms: Sequence[DraftRoom]) -> tuple[list[int], list[int], list[frozenset[int]]]:
-    return [room.max_depth for room in rooms], [room.max_nodes for room in rooms], [room.end_ids for room in rooms]
+class _Forms:
+    """C++ forms of Python objects, kept for the next call with the very same ones."""
+
+    def __init__(self) -> None:
+        self._entries: dict[tuple[int, ...], tuple[Any, tuple[object, ...]]] = {}
+
+    def of(self, make: Callable[..., Any], *objects: object) -> Any:
+        """What `make` made of the objects, which live as long as their form: no others can get their identities."""
+        key = tuple(map(id, objects))
+        entry = self._entries.get(key)
+        if entry is None:
+            if len(self._entries) >= _MAX_STACKS:
+                self._entries.clear()
+            entry = self._entries[key] = make(*objects), objects
+        return entry[0]
+
+
+def _make_medusa_heads(weights: MedusaWeights) -> Any:
+    blocks = [list(layer) for layer in weights.blocks]
+    return _native.MedusaHeads(blocks, list(weights.heads), weights.norm, weights.ones, weights.eps)
 
 
 def _drafts_of(found: Sequence[Any]) -> list[Draft | None]:

@@ -15,6 +15,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from sakiyomi.noise import PURPOSE_DRAFT, Randomness
+from sakiyomi.ops.base import DraftRoom
 from sakiyomi.sampling.choose import Float32s, Ids, depends_on_ids, rank, treats_ids_unalike
 from sakiyomi.sampling.distributions import Law, law_at, law_of
 from sakiyomi.tree import ROOT, Draft, TreeBuilder
@@ -229,6 +230,35 @@ def takes_the_best(sequence: Sequence, draw: DrawMode) -> bool:
 def log_confidence(min_confidence: float) -> float:
     """The logarithm, -inf for 0."""
     return float(np.log(min_confidence)) if min_confidence > 0 else -np.inf
+
+
+def draft_at_once(
+    sequences: Seq[Sequence],
+    rooms: Seq[DraftRoom],
+    draw: DrawMode,
+    draft: Callable[[list[Sequence], list[DraftRoom]], Seq[Draft | None]] | None,
+) -> list[Draft | None]:
+    """Drafts of the most probable tokens, and empty ones where there is no room; None for all others.
+
+    Args:
+        draft: drafts for some of the sequences in one call, with None where it cannot; None: there is no such call.
+    """
+    drafts: list[Draft | None] = []
+    chosen: list[int] = []
+    some: list[Sequence] = []
+    wanted: list[DraftRoom] = []
+    # One loop: with a small target this stands between two passes, where each comprehension more can be measured.
+    for sequence, room in zip(sequences, rooms, strict=True):
+        has_room = room.max_depth > 0 and room.max_nodes > 0
+        if has_room and draft is not None and takes_the_best(sequence, draw):
+            chosen.append(len(drafts))
+            some.append(sequence)
+            wanted.append(room)
+        drafts.append(None if has_room else Draft.empty())
+    if some and draft is not None:
+        for i, found in zip(chosen, draft(some, wanted), strict=True):
+            drafts[i] = found
+    return drafts
 
 
 def fill_in(drafts: Seq[Draft | None], grow: Callable[[list[int]], Seq[Draft]]) -> list[Draft]:
