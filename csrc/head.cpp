@@ -15,8 +15,7 @@
 
 #include <nanobind/stl/optional.h>
 
-#include "arrays.hpp"
-#include "parallel.hpp"
+#include "head.hpp"
 #include "two_terms.hpp"
 
 namespace sakiyomi {
@@ -286,25 +285,14 @@ struct Search {
     }
 };
 
-// ids [R]: the lowest id of the largest logit of each row of x, normed first; -1 where a row has none or may hold a nan,
-// which only its logits can tell. Returns how many pairs of a row and a share or block were computed with both terms. `bounds`
-// [R, shares], if given, gets what the second term adds at most.
-std::int64_t best_ids(Matrix x, const PackedWeight& weight, In<float, nb::ndim<1>> norm, float eps,
-                      Out<std::int64_t, nb::ndim<1>> ids, int num_threads, std::optional<Out<float, nb::ndim<2>>> bounds) {
-    const std::int64_t num_rows = static_cast<std::int64_t>(x.shape(0)), width = weight.num_inputs;
-    const std::int64_t num_shares = sakiyomi::num_shares(weight.num_blocks());
-    check_equal("the width of x", static_cast<std::int64_t>(x.shape(1)), width);
-    check_equal("the length of the norm's weight", static_cast<std::int64_t>(norm.shape(0)), width);
-    check_equal("the length of ids", static_cast<std::int64_t>(ids.shape(0)), num_rows);
-    if (bounds) {
-        check_equal("the number of rows of bounds", static_cast<std::int64_t>(bounds->shape(0)), num_rows);
-        check_equal("the width of bounds", static_cast<std::int64_t>(bounds->shape(1)), num_shares);
-    }
-    check_threads(num_threads, kMaxThreads);
+}  // namespace
+
+std::int64_t find_best_ids(const float* x, std::int64_t num_rows, const PackedWeight& weight, const float* norm, float eps,
+                           std::int64_t* ids, int num_threads, float* bounds) {
+    const std::int64_t width = weight.num_inputs, num_shares = sakiyomi::num_shares(weight.num_blocks());
     if (num_rows == 0) return 0;
     const bool is_quantized = weight.is_quantized();
     const Kernels& kernel = kernels();
-    nb::gil_scoped_release released;
     const int team_size = threads_for(num_threads, num_rows * width * weight.num_outputs / 8);
     const std::size_t rows_size = static_cast<std::size_t>(num_rows);
     Pool::Lease lease(team_size);
@@ -343,7 +331,7 @@ std::int64_t best_ids(Matrix x, const PackedWeight& weight, In<float, nb::ndim<1
             });
         team.share(rank, num_rows, [&](std::int64_t row) {
             float* values = normed + row * width;
-            kernel.rms_norm(x.data() + row * width, norm.data(), eps, width, values);
+            kernel.rms_norm(x + row * width, norm, eps, width, values);
             if (!is_quantized) return;
             first.write(kernel, row, values, 0, width);
             quantize_rest(kernel, first, rest, row, values, left + row * width);
@@ -362,19 +350,37 @@ std::int64_t best_ids(Matrix x, const PackedWeight& weight, In<float, nb::ndim<1
         });
     });
 
-    if (bounds)
+    if (bounds != nullptr)
         for (std::int64_t row = 0; row < num_rows; ++row)
             for (std::int64_t share = 0; share < num_shares; ++share)
-                bounds->data()[row * num_shares + share] = is_quantized ? search.bound(row, share) : 0;
+                bounds[row * num_shares + share] = is_quantized ? search.bound(row, share) : 0;
     if (new_norms) weight.share_norms = std::move(new_norms);
     for (std::size_t row = 0; row < rows_size; ++row) {
         Found best;
         for (const Desk& desk : search.desks) best.join(desk.found[row]);
-        ids.data()[row] = best.has_nan || search.lengths[row] < 0 ? -1 : best.id;
+        ids[row] = best.has_nan || search.lengths[row] < 0 ? -1 : best.id;
     }
     std::int64_t num_decided = 0;
     for (const Desk& desk : search.desks) num_decided += desk.num_decided;
     return num_decided;
+}
+
+namespace {
+
+// See find_best_ids. `bounds` [R, shares], if given, gets what the second term adds at most.
+std::int64_t best_ids(Matrix x, const PackedWeight& weight, In<float, nb::ndim<1>> norm, float eps,
+                      Out<std::int64_t, nb::ndim<1>> ids, int num_threads, std::optional<Out<float, nb::ndim<2>>> bounds) {
+    const std::int64_t num_rows = static_cast<std::int64_t>(x.shape(0));
+    check_equal("the width of x", static_cast<std::int64_t>(x.shape(1)), weight.num_inputs);
+    check_equal("the length of the norm's weight", static_cast<std::int64_t>(norm.shape(0)), weight.num_inputs);
+    check_equal("the length of ids", static_cast<std::int64_t>(ids.shape(0)), num_rows);
+    if (bounds) {
+        check_equal("the number of rows of bounds", static_cast<std::int64_t>(bounds->shape(0)), num_rows);
+        check_equal("the width of bounds", static_cast<std::int64_t>(bounds->shape(1)), num_shares(weight.num_blocks()));
+    }
+    check_threads(num_threads, kMaxThreads);
+    nb::gil_scoped_release released;
+    return find_best_ids(x.data(), num_rows, weight, norm.data(), eps, ids.data(), num_threads, bounds ? bounds->data() : nullptr);
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 #include "arrays.hpp"
 #include "attention.hpp"
 #include "greedy.hpp"
+#include "head.hpp"
 #include "kernels.hpp"
 #include "parallel.hpp"
 #include "weights.hpp"
@@ -76,6 +77,13 @@ struct Around {
     const std::int32_t* ids = nullptr;  // [rows]
     float* normed = nullptr;            // [rows, hidden]
     float* logits = nullptr;            // [rows, outputs of the head], or null
+};
+
+// Hidden states to keep: after how many layers each, and where its first row goes, the next one `stride` numbers on.
+struct Taps {
+    std::vector<std::int64_t> layers;
+    std::vector<float*> rows;
+    std::int64_t stride;
 };
 
 // The working memory of a pass over `rows` rows, laid out in one piece.
@@ -369,6 +377,51 @@ class DecoderStack {
                 num_threads, around);
     }
 
+    // `run` from token ids [R] on, whose rows of the embedding go in. Of the states behind the last layer come out those of the
+    // rows `asked`, with `best` also the ids of their largest logits (see find_best_ids). Taps stand side by side, [R, T * H].
+    void run_tokens(const PackedWeight& embedding, const std::vector<std::int32_t>& ids, const std::vector<std::int32_t>& positions,
+                    Matrix table, const nb::list& keys, const nb::list& values, const std::vector<std::int64_t>& lengths,
+                    const PendingRows& pending, std::int64_t first_layer, const std::vector<std::int64_t>& bounds,
+                    const std::optional<std::vector<std::int32_t>>& parents, const std::vector<std::int64_t>& taps,
+                    std::optional<Out<float, nb::ndim<2>>> tapped, const std::vector<std::int64_t>& asked, Out<float, nb::ndim<2>> out,
+                    const PackedWeight* head, std::optional<Vector> norm, float eps, std::optional<Out<std::int64_t, nb::ndim<1>>> best,
+                    int num_threads) const {
+        const std::int64_t num_rows = static_cast<std::int64_t>(ids.size()), hidden = sizes_.hidden;
+        const std::size_t width = static_cast<std::size_t>(hidden);
+        check(layers_.front().input_norm != nullptr, "a layer lacks a norm.");
+        check_equal("what the first layer reads", hidden, sizes_.read);
+        check_equal("the width of the embedding", embedding.num_inputs, hidden);
+        for (const std::int32_t id : ids) check(id >= 0 && id < embedding.num_outputs, "an id is out of range.");
+        check_positions(positions.data(), static_cast<std::int64_t>(positions.size()), table, num_rows);
+        if (parents) check_equal("the number of parents", static_cast<std::int64_t>(parents->size()), num_rows);
+        for (std::size_t i = 0; i < asked.size(); ++i)
+            check(asked[i] >= (i == 0 ? 0 : asked[i - 1] + 1) && asked[i] < num_rows, "rows asked for must ascend below R.");
+        check_equal("the number of rows of out", static_cast<std::int64_t>(out.shape(0)), static_cast<std::int64_t>(asked.size()));
+        check_equal("the width of out", static_cast<std::int64_t>(out.shape(1)), hidden);
+        if (best) {
+            check(head != nullptr && norm, "best ids need a norm and a head.");
+            check_equal("the width of the head", head->num_inputs, hidden);
+            check_equal("the length of the norm's weight", static_cast<std::int64_t>(norm->shape(0)), hidden);
+            check_equal("the number of best ids", static_cast<std::int64_t>(best->shape(0)), static_cast<std::int64_t>(asked.size()));
+        }
+        const RowPlan plan = RowPlan::trees(bounds, parents ? parents->data() : nullptr, num_rows, pending);
+        const Caches caches(keys, values, lengths, bounds, pending, sizes_.heads.num_kv_heads, sizes_.heads.head_dim);
+        if (num_rows == 0) return;
+        check_layers(caches, first_layer);
+        const Taps kept = check_joined_taps(taps, tapped, num_rows);
+        check_threads(num_threads, kMaxThreads);
+        nb::gil_scoped_release released;
+        std::vector<float> embedded(static_cast<std::size_t>(num_rows) * width), states;
+        for (std::size_t row = 0; row < ids.size(); ++row) unpack_row(embedding, ids[row], embedded.data() + row * width);
+        const bool are_all_asked = asked.size() == ids.size();
+        if (!are_all_asked) states.resize(embedded.size());
+        float* last = are_all_asked ? out.data() : states.data();
+        execute_rows(num_rows, embedded.data(), positions.data(), table.data(), plan, caches, first_layer, kept, last, num_threads, {});
+        for (std::size_t i = 0; i < asked.size() && !are_all_asked; ++i)
+            std::memcpy(out.data() + i * width, last + asked[i] * hidden, width * sizeof(float));
+        if (best) find_best_ids(out.data(), static_cast<std::int64_t>(asked.size()), *head, norm->data(), eps, best->data(), num_threads, nullptr);
+    }
+
     // A pass of a drafter's head over features [R, H] and the tokens beside them; see Ends.
     // ends: (embedding, embed_norm, feature_norm, norm_before_residual, final_norm, head).
     void run_head(Matrix features, Ints ids, const nb::tuple& ends, Ints positions, Matrix table, const nb::list& keys,
@@ -426,7 +479,7 @@ class DecoderStack {
             Around around{nullptr, &around_it, features.data(), ids.data(), normed.data(), logits.data()};
             const float* x = features.data();
             for (bool is_first = true; next_bounds.back() > 0; is_first = false) {
-                execute_rows(next_bounds.back(), x, next_positions.data(), table.data(), plan, caches, first_layer, {}, {},
+                execute_rows(next_bounds.back(), x, next_positions.data(), table.data(), plan, caches, first_layer, {},
                              states.data(), wanted, around);
                 std::int64_t num_next = 0;
                 for (std::size_t s = 0; s < trees.size(); ++s) {
@@ -507,7 +560,7 @@ class DecoderStack {
                 for (std::size_t row = first + count - 1; row < end; ++row) asked.push_back(row);
             }
             const Around around{nullptr, &around_it, fed.data(), all_ids.data(), normed.data(), logits.data()};
-            execute_rows(num_rows, fed.data(), positions.data(), table.data(), plan, caches, first_layer, {}, {}, states.data(),
+            execute_rows(num_rows, fed.data(), positions.data(), table.data(), plan, caches, first_layer, {}, states.data(),
                          wanted, around);
             std::vector<float*> rows;
             for (const std::size_t row : asked) rows.push_back(logits.data() + row * logits_width);
@@ -616,11 +669,14 @@ class DecoderStack {
 
     void check_rows(const Matrix& x, const Ints& positions, const Matrix& table, std::int64_t num_rows) const {
         check_equal("the width of x", static_cast<std::int64_t>(x.shape(1)), sizes_.hidden);
-        check_equal("the number of positions", static_cast<std::int64_t>(positions.shape(0)), num_rows);
+        check_positions(positions.data(), static_cast<std::int64_t>(positions.shape(0)), table, num_rows);
+    }
+
+    void check_positions(const std::int32_t* positions, std::int64_t count, const Matrix& table, std::int64_t num_rows) const {
+        check_equal("the number of positions", count, num_rows);
         check_equal("the width of the table", static_cast<std::int64_t>(table.shape(1)), sizes_.heads.head_dim);
         for (std::int64_t row = 0; row < num_rows; ++row)
-            check(positions.data()[row] >= 0 && positions.data()[row] < static_cast<std::int64_t>(table.shape(0)),
-                  "a position is outside the table.");
+            check(positions[row] >= 0 && positions[row] < static_cast<std::int64_t>(table.shape(0)), "a position is outside the table.");
     }
 
     void execute(Matrix x, Ints positions, Matrix table, const nb::list& keys, const nb::list& values,
@@ -637,17 +693,17 @@ class DecoderStack {
         const Caches caches(keys, values, lengths, bounds, pending, sizes_.heads.num_kv_heads, dim);
         if (num_rows == 0) return;
         check_layers(caches, first_layer);
-        const std::vector<float*> tap_rows = check_taps(taps, tap_arrays, num_rows);
+        const Taps kept = check_taps(taps, tap_arrays, num_rows);
         check_threads(num_threads, kMaxThreads);
         nb::gil_scoped_release released;
-        execute_rows(num_rows, x.data(), positions.data(), table.data(), plan, caches, first_layer, taps, tap_rows, out.data(),
+        execute_rows(num_rows, x.data(), positions.data(), table.data(), plan, caches, first_layer, kept, out.data(),
                      num_threads, around);
     }
 
     // `execute` of what has been checked, without the GIL.
     void execute_rows(std::int64_t num_rows, const float* x, const std::int32_t* positions, const float* table,
-                      const RowPlan& plan, const Caches& caches, std::int64_t first_layer, const std::vector<std::int64_t>& taps,
-                      const std::vector<float*>& tap_rows, float* out, int num_threads, const Around& around) const {
+                      const RowPlan& plan, const Caches& caches, std::int64_t first_layer, const Taps& kept, float* out,
+                      int num_threads, const Around& around) const {
         const std::int64_t hidden = sizes_.hidden, dim = sizes_.heads.head_dim;
         const std::int64_t num_layers = static_cast<std::int64_t>(layers_.size());
         const Kernels& kernel = kernels();
@@ -678,10 +734,11 @@ class DecoderStack {
             KeyRows* my_views = views.data() + caches.size() * static_cast<std::size_t>(rank);
             const Range mine = pass.my_rows(team, rank);
             std::size_t tap = 0;
+            const std::vector<std::int64_t>& taps = kept.layers;
             for (std::int64_t layer = 0; layer <= num_layers; ++layer) {
                 for (; tap < taps.size() && taps[tap] == layer; ++tap)
-                    std::memcpy(tap_rows[tap] + mine.begin * hidden, pass.x + mine.begin * hidden,
-                                static_cast<std::size_t>((mine.end - mine.begin) * hidden) * sizeof(float));
+                    for (std::int64_t row = mine.begin; row < mine.end; ++row)
+                        std::memcpy(kept.rows[tap] + row * kept.stride, pass.x + row * hidden, static_cast<std::size_t>(hidden) * sizeof(float));
                 if (layer < num_layers)
                     pass.run_layer(layers_[static_cast<std::size_t>(layer)],
                                    layer + 1 < num_layers ? &layers_[static_cast<std::size_t>(layer + 1)] : nullptr,
@@ -737,18 +794,37 @@ class DecoderStack {
         return array.data();
     }
 
-    std::vector<float*> check_taps(const std::vector<std::int64_t>& taps, const nb::list& arrays, std::int64_t num_rows) const {
+    Taps check_taps(const std::vector<std::int64_t>& taps, const nb::list& arrays, std::int64_t num_rows) const {
         check(taps.size() == arrays.size(), "each tap needs an array.");
-        std::vector<float*> rows;
-        for (std::size_t i = 0; i < taps.size(); ++i) {
-            check(taps[i] >= (i == 0 ? 0 : taps[i - 1]) && taps[i] <= static_cast<std::int64_t>(layers_.size()),
-                  "taps must ascend and name layers of the stack.");
-            const auto array = nb::cast<Out<float, nb::ndim<2>>>(arrays[i], false);
+        check_tap_layers(taps);
+        Taps kept{taps, {}, sizes_.hidden};
+        for (nb::handle handle : arrays) {
+            const auto array = nb::cast<Out<float, nb::ndim<2>>>(handle, false);
             check_equal("the number of rows of a tap", static_cast<std::int64_t>(array.shape(0)), num_rows);
             check_equal("the width of a tap", static_cast<std::int64_t>(array.shape(1)), sizes_.hidden);
-            rows.push_back(array.data());
+            kept.rows.push_back(array.data());
         }
-        return rows;
+        return kept;
+    }
+
+    // Taps side by side, in one array [R, T * H].
+    Taps check_joined_taps(const std::vector<std::int64_t>& taps, const std::optional<Out<float, nb::ndim<2>>>& array,
+                           std::int64_t num_rows) const {
+        check(taps.empty() || array, "taps need an array.");
+        check_tap_layers(taps);
+        Taps kept{taps, {}, sizes_.hidden * static_cast<std::int64_t>(taps.size())};
+        if (taps.empty()) return kept;
+        check_equal("the number of rows of taps", static_cast<std::int64_t>(array->shape(0)), num_rows);
+        check_equal("the width of taps", static_cast<std::int64_t>(array->shape(1)), kept.stride);
+        for (std::size_t i = 0; i < taps.size(); ++i)
+            kept.rows.push_back(array->data() + static_cast<std::int64_t>(i) * sizes_.hidden);
+        return kept;
+    }
+
+    void check_tap_layers(const std::vector<std::int64_t>& taps) const {
+        for (std::size_t i = 0; i < taps.size(); ++i)
+            check(taps[i] >= (i == 0 ? 0 : taps[i - 1]) && taps[i] <= static_cast<std::int64_t>(layers_.size()),
+                  "taps must ascend and name layers of the stack.");
     }
 
     // Tiny networks are not worth the barriers.
@@ -779,6 +855,10 @@ void bind_stack(nanobind::module_& m) {
         .def("run", &DecoderStack::run, arg("x").noconvert(), arg("positions").noconvert(), arg("table").noconvert(),
              arg("keys"), arg("values"), arg("lengths"), arg("pending"), arg("layer"), arg("bounds"), arg("parents").noconvert().none(),
              arg("taps"), arg("tap_arrays"), arg("out").noconvert(), arg("threads"), arg("read").noconvert().none() = nb::none())
+        .def("run_tokens", &DecoderStack::run_tokens, arg("embedding"), arg("ids"), arg("positions"), arg("table").noconvert(),
+             arg("keys"), arg("values"), arg("lengths"), arg("pending"), arg("layer"), arg("bounds"), arg("parents").none(), arg("taps"),
+             arg("tapped").noconvert().none(), arg("asked"), arg("out").noconvert(), arg("head").none(), arg("norm").noconvert().none(),
+             arg("eps"), arg("best").noconvert().none(), arg("threads"))
         .def("run_head", &DecoderStack::run_head, arg("features").noconvert(), arg("ids").noconvert(), arg("ends"),
              arg("positions").noconvert(), arg("table").noconvert(), arg("keys"), arg("values"), arg("lengths"), arg("pending"),
              arg("layer"), arg("bounds"), arg("parents").noconvert().none(), arg("normed").noconvert(), arg("out").noconvert(),

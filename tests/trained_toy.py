@@ -138,7 +138,7 @@ def _train(folder: Path, text: Callable[[], list[int]], num_steps: int = 200) ->
         batch = np.array([text() for _ in range(4)], np.int32)
         # Built anew in each step: it stacks some weights, and stacks are copies.
         decoder = Decoder(ops, spec, tensors)
-        states, _ = decoder.forward(batch.reshape(-1), positions, None, Causal(mask_bounds), logit_rows=range(256))
+        states, *_ = decoder.forward(batch.reshape(-1), positions, None, Causal(mask_bounds), logit_rows=range(256))
         logits = decoder.logits(states)
         goals = torch.from_numpy(batch[:, 1:].reshape(-1).astype(np.int64))
         loss = torch.nn.functional.cross_entropy(logits.reshape(4, 64, -1)[:, :-1].reshape(len(goals), -1), goals)

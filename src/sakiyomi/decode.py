@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from sakiyomi.sampling.choose import TokenLogprobs, log_probs
+from sakiyomi.sampling.choose import TokenLogprobs, log_probs, treats_ids_unalike
 from sakiyomi.tree import ROOT, Draft
 from sakiyomi.types import Array, Drafter, Model, ModelInfo, Output, Sequence, Span, Verdict, Verifier
 
@@ -57,7 +57,10 @@ def advance(
     model: Model, drafter: Drafter, verifier: Verifier, sequences: Seq[Sequence], drafts: Seq[Draft]
 ) -> list[Step]:
     """The part of a step behind the proposal: forward, verify, commit, observe."""
-    spans = [_span(sequence, draft, drafter.taps) for sequence, draft in zip(sequences, drafts, strict=True)]
+    spans = [
+        _span(sequence, draft, drafter.taps, verifier.is_lossless != "no" and _takes_the_best(sequence))
+        for sequence, draft in zip(sequences, drafts, strict=True)
+    ]
     outputs = model.forward(spans)
     # All verdicts before the first commit: a row that cannot be judged leaves every sequence as it was.
     verdicts = [verifier.verify(*judged) for judged in zip(drafts, outputs, sequences, strict=True)]
@@ -135,11 +138,17 @@ def _num_left(sequence: Sequence, info: ModelInfo) -> int:
     return left
 
 
-def _span(sequence: Sequence, draft: Draft, taps: tuple[int, ...]) -> Span:
+def _takes_the_best(sequence: Sequence) -> bool:
+    """Whether the next tokens are those of the largest logits, and nobody asks for more of these."""
+    params = sequence.params
+    return params.is_greedy and params.logprobs is None and not treats_ids_unalike(params, sequence.num_new)
+
+
+def _span(sequence: Sequence, draft: Draft, taps: tuple[int, ...], wants_best: bool = False) -> Span:
     tail = sequence.tokens[sequence.cache.length :]
     root = len(tail) - 1
     if root == 0 and not len(draft) and draft.probes is None:
-        return Span(sequence.cache, tail, (-1,), (0,), taps, draft.computed)
+        return Span(sequence.cache, tail, (-1,), (0,), taps, draft.computed, wants_best)
     parents = [*range(-1, root), *(root if parent == ROOT else root + 1 + parent for parent in draft.parents)]
     tokens, rows = [*tail, *draft.tokens], [*range(root, len(parents))]
     if draft.probes is not None:
@@ -147,7 +156,7 @@ def _span(sequence: Sequence, draft: Draft, taps: tuple[int, ...]) -> Span:
         tokens += draft.probes.tokens
         parents += (root if parent == ROOT else first + parent for parent in draft.probes.parents)
         rows += (first + row for row in draft.probes.asked)
-    return Span(sequence.cache, tokens, parents, rows, taps, draft.computed)
+    return Span(sequence.cache, tokens, parents, rows, taps, draft.computed, wants_best)
 
 
 def _commit(sequence: Sequence, draft: Draft, verdict: Verdict, output: Output, info: ModelInfo) -> Step:

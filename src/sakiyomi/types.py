@@ -298,6 +298,8 @@ class Span:
         taps: layer numbers t whose hidden state (after t layers; 0 = embedding, L = before the final norm) is wanted.
         computed: an offer to go on from what the first layers have computed of the first rows. A model takes it up as
             far as the rows are the same and its cache still holds their keys and values; results do not depend on it.
+        wants_best: whether the best ids of `logit_rows` will be asked for and most likely nothing else of them, so that
+            a model may find them at once; results do not depend on it.
     """
 
     cache: Cache
@@ -306,6 +308,7 @@ class Span:
     logit_rows: Seq[int] = ()
     taps: tuple[int, ...] = ()
     computed: Computed | None = None
+    wants_best: bool = False
 
 
 class Output(Protocol):

@@ -43,13 +43,13 @@ def heads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def run_two(model: NativeModel, seed: int = 0) -> list[Any]:
+def run_two(model: NativeModel, seed: int = 0, *, wants_best: tuple[bool, bool] = (False, False)) -> list[Any]:
     """A chain with two asked rows and a tree with four, in one pass."""
     first, second = np.random.default_rng(seed).integers(0, 257, (2, 4)).tolist()
     return model.forward(
         [
-            Span(model.new_cache(), first, range(-1, 3), (1, 3)),
-            Span(model.new_cache(), second, (-1, 0, 0, 1), range(4)),
+            Span(model.new_cache(), first, range(-1, 3), (1, 3), wants_best=wants_best[0]),
+            Span(model.new_cache(), second, (-1, 0, 0, 1), range(4), wants_best=wants_best[1]),
             Span(model.new_cache(), second, range(-1, 3)),
         ]
     )
@@ -80,6 +80,25 @@ def test_the_head_runs_once_and_only_when_it_is_needed(model: NativeModel, heads
     assert heads == ["best_ids", "normed_logits"]
     with pytest.raises(IndexError):
         chain.row(2)
+
+
+def test_best_ids_that_are_wanted_come_with_the_pass(model: NativeModel, heads: list[str]) -> None:
+    for seed in range(20):
+        chain, tree, _ = run_two(model, seed, wants_best=(True, True))
+        best = chain.argmax() + tree.argmax()
+        assert [chain.choose(i, GREEDY) for i in range(2)] + [tree.choose(i, GREEDY) for i in range(4)] == best
+        assert heads == []
+        lazy = run_two(model, seed, wants_best=(True, False))
+        assert heads == []
+        assert lazy[0].argmax() + lazy[1].argmax() == best
+        assert heads == ["best_ids"]
+        assert [int(output.row(i).argmax()) for output, n in ((chain, 2), (tree, 4)) for i in range(n)] == best
+        assert all(
+            np.array_equal(one.row(i), other.row(i))
+            for one, other in zip((chain, tree), lazy, strict=False)
+            for i in (0, 1)
+        )
+        heads.clear()
 
 
 @pytest.mark.parametrize(
@@ -113,7 +132,9 @@ def test_damaged_logits_are_the_same_error(model: NativeModel, monkeypatch: pyte
     rows = np.stack([chain.row(0), chain.row(1), *(tree.row(i) for i in range(4))])
     chain, tree, _ = run_two(model)
     assert chain.argmax() + tree.argmax() == model.decoder.ops.argmax(rows).tolist()
-    chain, _, _ = run_two(model)
+    chain, tree, _ = run_two(model, wants_best=(True, True))
+    assert chain.argmax() + tree.argmax() == model.decoder.ops.argmax(rows).tolist()
+    chain, _, _ = run_two(model, wants_best=(True, True))
     if np.isnan(rows[0]).any():  # rounding to 8 bits may lose a nan, but spreads an infinite number
         with pytest.raises(SakiyomiError, match="position 2 hold nan"):
             chain.choose(0, GREEDY)

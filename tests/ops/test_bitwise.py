@@ -332,6 +332,30 @@ def test_stack_mistakes_raise() -> None:
         net.ops.decoder_stack(np.zeros((1, 64), np.float32), layers, net.spec, first, past, mask)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"token_ids": [50]}, "id is out of range"),
+        ({"token_ids": [-1]}, "id is out of range"),
+        ({"positions": [0, 1]}, "number of positions"),
+        ({"positions": [-1]}, "outside the table"),
+        ({"mask": Tree([0], (0, 1))}, "parent"),
+        ({"mask": Causal((0, 2))}, "bounds"),
+        ({"rows": [1]}, "rows asked for"),
+        ({"rows": [0, 0]}, "rows asked for"),
+        ({"taps": [4]}, "taps"),
+        ({"past": Past([])}, "pending"),
+    ],
+)
+def test_mistakes_of_a_whole_pass_raise(change: dict[str, Any], message: str) -> None:
+    net = Net(NativeOps(threads=2))
+    table = net.ops.weight(np.ones((50, 64), np.float32))
+    given = {"token_ids": [1], "positions": [0], "past": Past([net.new_cache(32)]), "mask": Causal((0, 1)), "rows": [0]}
+    given |= change
+    with pytest.raises(ValueError, match=message):
+        net.ops.decoder_pass(embedding=table, layers=net.layers, spec=net.spec, **given)  # type: ignore[arg-type]
+
+
 def test_results_do_not_depend_on_flushing_of_subnormals(rng: np.random.Generator) -> None:
     torch = pytest.importorskip("torch")
     ops = NativeOps(dtype="float32", threads=2)

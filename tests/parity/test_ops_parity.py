@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sakiyomi.ops.base import Blocks, Causal, Dense, KVSlots, LayerWeights, Past, StackSpec, Tree
+from sakiyomi.ops.base import Blocks, Causal, Dense, KVSlots, LanguageHead, LayerWeights, Past, StackSpec, Tree
 from sakiyomi.types import Quantized
 
 torch = pytest.importorskip("torch")
@@ -247,6 +247,15 @@ def test_decoder_stack(ops, exact, case, with_bias, with_head_norms, with_past):
         ]
         past = load_past(side, case, filled) if with_past else None
         out, taps = side.decoder_stack(side.array(x), layers, spec, positions, past, mask, (0, 2, 3))
+        check_pass(
+            side,
+            layers,
+            spec,
+            positions,
+            case,
+            load_past(side, case, filled) if with_past else None,
+            normal(rng, 50, hidden),
+        )
         written = [] if past is None else [side.to_numpy(slots.keys) for slots in past.slots]
         results.append((side.to_numpy(out), [side.to_numpy(tap) for tap in taps], written))
     (out, taps, written), (expected, expected_taps, expected_written) = results
@@ -259,3 +268,22 @@ def test_decoder_stack(ops, exact, case, with_bias, with_head_norms, with_past):
     ):
         assert_same(keys[:, :, : length + rows], expected_keys[:, :, : length + rows], 1e-4)
         assert np.isnan(keys[:, :, length + rows :]).all(), "slots behind the rows were written"
+
+
+def check_pass(side, layers, spec, positions, case, past, table) -> None:
+    """A pass from token ids on is the very embedding, stack and choice of rows that it stands for."""
+    ids = [(7 * i + 3) % 50 for i in range(case.bounds[-1])]
+    rows, mask, embedding = range(0, len(ids), 2), Tree(case.parents, case.bounds), side.weight(table)
+    head = LanguageHead(side.array(np.ones(table.shape[1], np.float32)), 1e-5, embedding)
+    given = ids, embedding, layers, spec, positions.tolist(), past, mask
+    states, taps, best = side.decoder_pass(*given, rows, (0, 2), head)
+    x = side.embed(embedding, np.array(ids, np.int32))
+    expected, tapped = side.decoder_stack(x, layers, spec, positions, past, mask, (0, 2))
+    assert np.array_equal(side.to_numpy(states), side.to_numpy(expected)[list(rows)])
+    assert np.array_equal(side.to_numpy(taps), np.concatenate([side.to_numpy(tap) for tap in tapped], axis=1))
+    assert best.tolist() == side.best_ids(states, *head).tolist()
+    everything, no_taps, no_best = side.decoder_pass(*given, range(len(ids)))
+    assert np.array_equal(side.to_numpy(everything), side.to_numpy(expected))
+    assert no_taps is None
+    assert no_best is None
+    assert side.decoder_pass(*given, (), ())[0] is None

@@ -47,15 +47,16 @@ class DecoderModel:
             try:
                 if self._is_cut or any(span.computed is not None for span in spans):
                     return list(run_in_stages(self.decoder, spans, packed, caches, notes=self._is_cut))
-                states, taps = self.decoder.forward(
+                states, taps, best = self.decoder.forward(
                     packed.token_ids,
                     packed.positions,
                     make_room(caches, spans),
                     packed.mask,
                     packed.logit_rows,
                     packed.taps,
+                    self.decoder.ops.has_best_ids and all(span.wants_best for span in spans if span.logit_rows),
                 )
-                rows = None if states is None else AskedRows.of_states(self.decoder, states)
+                rows = None if states is None else AskedRows.of_states(self.decoder, states, best)
             except BaseException:
                 # Rows of a pass that broke off (an interrupt, no memory) must never be committed.
                 for span in spans:

@@ -23,17 +23,17 @@ class PackedSpans:
     """Spans under one another.
 
     Attributes:
-        token_ids, positions, parents: int32 [R]; parents count from the start of the row's own span.
+        token_ids, positions, parents: R integers; parents count from the start of the row's own span.
         bounds: B+1 row offsets of the spans.
         logit_rows: rows of the call whose logits are wanted, span by span.
         taps: every layer number that some span asks for, ascending.
     """
 
-    token_ids: npt.NDArray[np.int32]
-    positions: npt.NDArray[np.int32]
-    parents: npt.NDArray[np.int32]
+    token_ids: Sequence[int]
+    positions: Sequence[int]
+    parents: Sequence[int]
     bounds: tuple[int, ...]
-    logit_rows: tuple[int, ...]
+    logit_rows: Sequence[int]
     taps: tuple[int, ...]
 
     @property
@@ -48,21 +48,21 @@ def pack_spans(spans: Sequence[Span], info: ModelInfo) -> PackedSpans:
         ParameterError: an empty span, ids, parents, logit rows or taps out of range, or one cache in two spans.
         ContextLengthError: a row behind the model's context.
     """
-    if len({id(span.cache) for span in spans}) < len(spans):
+    if len(spans) > 1 and len({id(span.cache) for span in spans}) < len(spans):
         raise ParameterError("two spans of one forward pass share a cache; give each sequence its own.")
-    bounds, positions, logit_rows = [0], [], []
+    token_ids: list[int] = []
+    positions: list[int] = []
+    parents: list[int] = []
+    logit_rows: list[int] = []
+    bounds = [0]
     for span in spans:
         positions += check_span(span, info)
-        logit_rows += [bounds[-1] + row for row in span.logit_rows]
-        bounds.append(bounds[-1] + len(span.tokens))
-    return PackedSpans(
-        token_ids=np.array([token for span in spans for token in span.tokens], np.int32),
-        positions=np.array(positions, np.int32),
-        parents=np.array([parent for span in spans for parent in span.parents], np.int32),
-        bounds=tuple(bounds),
-        logit_rows=tuple(logit_rows),
-        taps=tuple(sorted({tap for span in spans for tap in span.taps})),
-    )
+        logit_rows += [len(token_ids) + row for row in span.logit_rows]
+        token_ids += span.tokens
+        parents += span.parents
+        bounds.append(len(token_ids))
+    taps = tuple(sorted({tap for span in spans for tap in span.taps}))
+    return PackedSpans(token_ids, positions, parents, tuple(bounds), logit_rows, taps)
 
 
 class AskedRows:
@@ -73,13 +73,17 @@ class AskedRows:
     """
 
     def __init__(
-        self, ops: Ops, make_logits: Callable[[], Array], find_best: Callable[[], Array] | None = None
+        self,
+        ops: Ops,
+        make_logits: Callable[[], Array],
+        find_best: Callable[[], npt.NDArray[np.int64]] | None = None,
+        best: npt.NDArray[np.int64] | None = None,
     ) -> None:
         self.ops = ops
         self._make_logits = make_logits
         self._find_best = find_best
         self._logits: Array | None = None
-        self._best: list[int] | None = None
+        self._best: list[int] | None = None if best is None else best.tolist()
 
     @classmethod
     def of_logits(cls, ops: Ops, logits: Array) -> AskedRows:
@@ -87,10 +91,10 @@ class AskedRows:
         return cls(ops, lambda: logits)
 
     @classmethod
-    def of_states(cls, decoder: Decoder, states: Array) -> AskedRows:
-        """Rows given by the states [R, H] behind a decoder's last layer."""
+    def of_states(cls, decoder: Decoder, states: Array, best: npt.NDArray[np.int64] | None = None) -> AskedRows:
+        """Rows given by the states [R, H] behind a decoder's last layer, and their best ids [R] where known."""
         if decoder.ops.has_best_ids:
-            return cls(decoder.ops, partial(decoder.logits, states), partial(decoder.best_ids, states))
+            return cls(decoder.ops, partial(decoder.logits, states), partial(decoder.best_ids, states), best)
         return cls.of_logits(decoder.ops, decoder.logits(states))
 
     @property

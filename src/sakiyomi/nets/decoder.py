@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sakiyomi.errors import CheckpointError, ParameterError, UnsupportedModelError
-from sakiyomi.ops.base import LayerWeights, Mask, Ops, Past, StackSpec
+from sakiyomi.ops.base import LanguageHead, LayerWeights, Mask, Ops, Past, StackSpec
 from sakiyomi.types import Array, Tensor
 
 # What transformers assumes where a config.json says nothing.
@@ -191,29 +191,35 @@ class Decoder:
 
     def forward(
         self,
-        token_ids: npt.NDArray[np.int32],
-        positions: npt.NDArray[np.int32],
+        token_ids: Sequence[int],
+        positions: Sequence[int],
         past: Past | None,
         mask: Mask,
         logit_rows: Sequence[int] = (),
         taps: Sequence[int] = (),
-    ) -> tuple[Array | None, Array | None]:
-        """Run the decoder over R packed rows.
+        wants_best: bool = False,
+    ) -> tuple[Array | None, Array | None, npt.NDArray[np.int64] | None]:
+        """Run the decoder, which must not skip layers, over R packed rows.
 
         Args:
-            token_ids, positions: int32 [R].
+            token_ids, positions: R integers.
             past: the sequences' caches with room for the rows, or None.
             mask: which rows see which.
-            logit_rows: rows that the head shall run over (`logits`, `best_ids`).
+            logit_rows: rows that the head shall run over (`logits`, `best_ids`), ascending.
             taps: layer numbers t, ascending: the hidden state after t layers (0: the embedding).
+            wants_best: whether `best_ids` of these rows are wanted at once.
 
         Returns:
-            The states behind the last layer [len(logit_rows), H] and taps [R, T * H], each None when not asked for.
+            The states behind the last layer [len(logit_rows), H], taps [R, T * H], and best ids [len(logit_rows)],
+            each None when not asked for.
         """
-        x, kept = self.run(self.embed(token_ids), 0, self.config.num_layers, positions, past, mask, taps)
-        if len(logit_rows) < len(x):
-            x = x[list(logit_rows)] if len(logit_rows) else None
-        return x, self.ops.concat(kept) if kept else None
+        ((start, layers, spec),) = self._stretches(0, self.config.num_layers)
+        self._count(start, len(layers), len(token_ids))
+        here = None if past is None else past.at(start)
+        best_of = LanguageHead(self.norm, self.config.eps, self.head) if wants_best else None
+        return self.ops.decoder_pass(
+            token_ids, self.embedding, layers, spec, positions, here, mask, logit_rows, taps, best_of
+        )
 
     def embed(self, token_ids: npt.NDArray[np.int32]) -> Array:
         """What goes into the first layer: ids [R] -> [R, H]."""
@@ -239,8 +245,7 @@ class Decoder:
         """
         kept: dict[int, Array] = {}
         for start, layers, spec in self._stretches(first, end):
-            for number in range(start, start + len(layers)):
-                self._counts[number] += len(x)
+            self._count(start, len(layers), len(x))
             here = None if past is None else past.at(start)
             if not taps:
                 x, _ = self.ops.decoder_stack(x, layers, spec, positions, here, mask)
@@ -250,6 +255,10 @@ class Decoder:
             x, tapped = self.ops.decoder_stack(x, layers, spec, positions, here, mask, [tap - start for tap in inside])
             kept |= dict(zip(inside, tapped, strict=True))
         return x, [kept.get(tap, x) for tap in taps]
+
+    def _count(self, first: int, num_layers: int, num_rows: int) -> None:
+        for number in range(first, first + num_layers):
+            self._counts[number] += num_rows
 
     def logits(self, x: Array) -> Array:
         """Logits [R, V] of states [R, H] behind the last layer."""

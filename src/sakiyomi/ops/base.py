@@ -4,8 +4,9 @@ Rows are packed: the tokens of all sequences of a call stand under one another, 
 Letters: R packed rows, H hidden width, Q query heads, G key/value heads, D head width, N outputs, K inputs,
 L layers, C cache slots, B sequences in the call.
 
-An implementation (ops/native.py, ops/torch.py) fills in the primitives; `decoder_stack` has a composed form here that
-an implementation may replace by a fused one with the same result.
+An implementation (ops/native.py, ops/torch.py) fills in the primitives; whatever is longer (`decoder_stack`,
+`decoder_pass`, the drafts of trained heads) has a composed form here that an implementation may replace by a fused one
+with the same result.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ class Tree:
     """A row attends to its sequence's past, to its ancestors in the tree, and to itself.
 
     Attributes:
-        parents: int32 [R], indices into the tree of the row's sequence, -1 = the cached past. Parents come first. A
+        parents: R integers, indices into the tree of the row's sequence, -1 = the cached past. Parents come first. A
             tree begins with the pending rows of the cache (`KVSlots.pending`), then come the call's own.
         bounds: B+1 row offsets of the segments.
     """
 
-    parents: npt.NDArray[np.int32]
+    parents: npt.NDArray[np.int32] | Sequence[int]
     bounds: tuple[int, ...]
 
 
@@ -107,6 +108,14 @@ class Past:
 
 
 # ---------------------------------------------------------------------------------------------- decoder stacks
+
+
+class LanguageHead(NamedTuple):
+    """What makes logits of states: a norm's weight [H], its eps, and a matrix [V, H]."""
+
+    norm: Array
+    eps: float
+    weight: Weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -557,6 +566,37 @@ class Ops(ABC):
             if index + 1 in wanted:
                 kept[index + 1] = x
         return x, [kept[tap] for tap in taps]
+
+    def decoder_pass(
+        self,
+        token_ids: Sequence[int],
+        embedding: Weight,
+        layers: Sequence[LayerWeights],
+        spec: StackSpec,
+        positions: Sequence[int],
+        past: Past | None,
+        mask: Mask,
+        rows: Sequence[int],
+        taps: Sequence[int] = (),
+        best_of: LanguageHead | None = None,
+    ) -> tuple[Array | None, Array | None, npt.NDArray[np.int64] | None]:
+        """A whole decoder over token ids [R]: `embed`, `decoder_stack`, and the choice of rows behind it.
+
+        Args:
+            token_ids, positions: R integers.
+            rows: the rows whose states are wanted, ascending.
+            taps: as in `decoder_stack`.
+            best_of: the head whose best ids of those rows are wanted too, where `has_best_ids`.
+
+        Returns:
+            The states behind the last layer [len(rows), H], the taps side by side [R, T * H], and the best ids
+            [len(rows)], each None where it was not asked for.
+        """
+        ids, places = np.asarray(token_ids, np.int32), np.asarray(positions, np.int32)
+        x, kept = self.decoder_stack(self.embed(embedding, ids), layers, spec, places, past, mask, taps)
+        states = x if len(rows) == len(x) else x[list(rows)] if len(rows) else None
+        best = None if states is None or best_of is None else self.best_ids(states, *best_of)
+        return states, self.concat(kept) if kept else None, best
 
     def self_attention(
         self,

@@ -25,6 +25,7 @@ from sakiyomi.ops.base import (
     FuseWeights,
     GreedyRules,
     HeadEnds,
+    LanguageHead,
     LayerWeights,
     Mask,
     Matrix,
@@ -229,7 +230,9 @@ class NativeOps(Ops):
         positions = _ints(positions)
         x = _floats(x)
         out = np.empty_like(x)
-        _native.rope(x, positions, self._rope_table(_count_positions(positions), inv_freq, scale), out, self.threads)
+        _native.rope(
+            x, positions, self._rope_table(_count_positions(positions.tolist()), inv_freq, scale), out, self.threads
+        )
         return out
 
     def store(self, past: Past, k: Floats, v: Floats, bounds: Sequence[int]) -> tuple[Floats, Floats]:
@@ -351,13 +354,42 @@ class NativeOps(Ops):
             return super().decoder_stack(x, layers, spec, positions, past, mask, taps, read)
         x, positions = _floats(x), _ints(positions)
         bounds, parents = _segments(mask)
-        table = self._rope_table(_count_positions(positions), spec.inv_freq, spec.rope_scale)
+        table = self._rope_table(_count_positions(positions.tolist()), spec.inv_freq, spec.rope_scale)
         out, tapped = np.empty_like(x), [np.empty_like(x) for _ in taps]
         self._stack(layers, spec).run(
             *(x, positions, table, *_caches(past), past.layer, bounds, parents, list(taps), tapped, out, self.threads),
             None if read is None else _floats(read),
         )
         return out, tapped
+
+    def decoder_pass(
+        self,
+        token_ids: Sequence[int],
+        embedding: Any,
+        layers: Sequence[LayerWeights],
+        spec: StackSpec,
+        positions: Sequence[int],
+        past: Past | None,
+        mask: Mask,
+        rows: Sequence[int],
+        taps: Sequence[int] = (),
+        best_of: LanguageHead | None = None,
+    ) -> tuple[Floats | None, Floats | None, npt.NDArray[np.int64] | None]:
+        """One call for all of it: with a small model what Python does between two calls is a share of a step."""
+        if past is None or not layers or not isinstance(mask, Causal | Tree):
+            return super().decoder_pass(token_ids, embedding, layers, spec, positions, past, mask, rows, taps, best_of)
+        width, count = embedding.shape[1], len(rows)
+        table = self._rope_table(_count_positions(positions), spec.inv_freq, spec.rope_scale)
+        states = np.empty((count, width), np.float32)
+        tapped = np.empty((len(token_ids), len(taps) * width), np.float32) if taps else None
+        best = None if best_of is None or not count else np.empty(count, np.int64)
+        norm, eps, head = best_of or (None, 0.0, None)
+        parents = mask.parents if isinstance(mask, Tree) else None
+        self._stack(layers, spec).run_tokens(
+            *(embedding, token_ids, positions, table, *_caches(past), past.layer, mask.bounds, parents),
+            *(taps, tapped, rows, states, head, norm, eps, best, self.threads),
+        )
+        return (states if count else None), tapped, best
 
     def _stack(self, layers: Sequence[LayerWeights], spec: StackSpec) -> Any:
         """The C++ form of the layers, kept for the next call with the same ones."""
@@ -393,7 +425,7 @@ class NativeOps(Ops):
         bounds, parents = _segments(mask)
         normed, states = np.empty_like(features), np.empty_like(features)
         logits = np.empty((len(features), ends.head.shape[0]), np.float32) if with_logits else None
-        table = self._rope_table(_count_positions(positions), spec.inv_freq, spec.rope_scale)
+        table = self._rope_table(_count_positions(positions.tolist()), spec.inv_freq, spec.rope_scale)
         self._stack(layers, spec).run_head(
             *(
                 features,
@@ -519,7 +551,7 @@ def _floats(x: npt.NDArray[Any]) -> Floats:
     return np.ascontiguousarray(x, np.float32)
 
 
-def _ints(x: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+def _ints(x: npt.NDArray[Any] | Sequence[int]) -> npt.NDArray[np.int32]:
     return np.ascontiguousarray(x, np.int32)
 
 
@@ -539,8 +571,8 @@ def _layer_fields(layer: LayerWeights, window: int | None) -> tuple[Any, ...]:
     )
 
 
-def _count_positions(positions: npt.NDArray[np.int32]) -> int:
-    return max(max(positions.tolist(), default=0), 0) + 1
+def _count_positions(positions: Sequence[int]) -> int:
+    return max(max(positions, default=0), 0) + 1
 
 
 def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:

@@ -254,7 +254,7 @@ def _tree_pattern(
     num_rows = len(pending) + stop - start
     places = np.arange(num_rows)
     last = places[len(pending) :] - 1 if isinstance(mask, Causal) else mask.parents[start:stop]
-    parents = np.concatenate([np.array(pending, np.int64), last])
+    parents = np.concatenate([np.array(pending, np.int64), np.asarray(last, np.int64)])
     if np.array_equal(parents, places - 1):
         return np.tri(num_rows, dtype=np.bool_), places
     own = np.eye(num_rows, dtype=np.bool_)

@@ -68,12 +68,12 @@ class TreeRunner:
             for index, kind in enumerate(self._kinds)
         ]
         logits, taps, _ = self._caller(
-            packed.token_ids.tolist(),
+            list(packed.token_ids),
             Cache(layers=layers),
             packed.logit_rows,
             packed.taps,
             mask=self._mask(caches, packed),
-            positions=packed.positions.tolist(),
+            positions=list(packed.positions),
         )
         if any(not layer.is_written for layer in layers if isinstance(layer, _PackedLayer)):
             raise ParameterError("this model leaves out layers of its cache, which cannot be kept then.")
@@ -178,7 +178,7 @@ def allowed_pattern(packed: PackedSpans, lengths: Sequence[int], kind: Kind) -> 
             if parent >= 0:
                 own[row] = own[start + parent]
             own[row, row] = True
-    return np.concatenate([*parts, own & (packed.positions >= first_seen[:, None])], axis=1)
+    return np.concatenate([*parts, own & (np.array(packed.positions) >= first_seen[:, None])], axis=1)
 
 
 # ---------------------------------------------------------------------------------------------- keys and values

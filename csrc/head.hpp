@@ -1,0 +1,16 @@
+// The best id of each row over a language model's head, without its logits.
+#pragma once
+
+#include "arrays.hpp"
+#include "parallel.hpp"
+#include "weights.hpp"
+
+namespace sakiyomi {
+
+// ids [R]: the lowest id of the largest logit of each row of x [R, K], normed first; -1 where a row has none or may hold a
+// nan, which only its logits can tell. Returns how many pairs of a row and a share or block were computed with both terms.
+// `bounds` [R, shares], or null, gets what the second term adds at most. Call it without the GIL.
+std::int64_t find_best_ids(const float* x, std::int64_t num_rows, const PackedWeight& weight, const float* norm, float eps,
+                           std::int64_t* ids, int num_threads, float* bounds);
+
+}  // namespace sakiyomi
