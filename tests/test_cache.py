@@ -102,6 +102,7 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("forward"), st.integers(1, 40), st.randoms(use_true_random=False)),
     st.tuples(st.just("truncate"), st.floats(0, 1), st.none()),
     st.tuples(st.just("fork"), st.none(), st.none()),
+    st.tuples(st.just("expect"), st.integers(0, 200), st.none()),
     st.tuples(st.just("abandon"), st.integers(0, 90), st.none()),
 )
 
@@ -122,6 +123,13 @@ def test_cache_equals_a_list(backend, operations):
             path = sorted(random.sample(range(value), random.randint(0, value)))
             cache.keep(path)
             model += [tags[row] for row in path]
+        elif kind == "expect":
+            write(cache, [next_tag])
+            cache.expect(value)
+            assert cache.capacity >= value
+            cache.keep([0])  # rows of a pass outlive the growth
+            model.append(next_tag)
+            next_tag += 1
         elif kind == "abandon":
             write(cache, [next_tag] * value)
         elif kind == "truncate":
@@ -135,6 +143,19 @@ def test_cache_equals_a_list(backend, operations):
         assert read(cache) == model
     for old, expected in left_behind:
         assert read(old) == expected
+
+
+def test_what_is_expected_is_made_room_for_as_far_as_the_context_goes():
+    cache = KVCache(numpy_ops(), LAYERS, HEADS, WIDTH, max_length=300)
+    cache.expect(200)
+    assert cache.capacity == 200
+    cache.expect(10)
+    assert cache.capacity == 200
+    cache.expect(4000)
+    assert cache.capacity == 300
+    write(cache, [1, 2])
+    cache.keep([0, 1])
+    assert cache.fork().capacity == 300  # a fork goes on as far
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

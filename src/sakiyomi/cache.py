@@ -74,13 +74,17 @@ class KVCache:
         """
         if num_rows < 0:
             raise ParameterError(f"cannot reserve {num_rows} rows; give 0 or more.")
-        needed = self._length + num_rows
-        if needed > self._capacity:
-            generous = max(2 * self._capacity, FIRST_CAPACITY)
-            largest = generous if self._max_length is None else min(generous, self._max_length)
-            self._grow(max(needed, largest), self._length + num_kept)
+        self._make_room(self._length + num_rows, self._length + num_kept)
         self._num_pending = num_rows
         self._computed = None
+
+    def expect(self, length: int) -> None:
+        """Make room for `length` positions at once, as far as the context goes: growing later copies what is there.
+
+        Committed and pending rows stay.
+        """
+        needed = length if self._max_length is None else min(length, self._max_length)
+        self._make_room(needed, self._length + self._num_pending)
 
     def slots(self, pending: tuple[int, ...] = ()) -> KVSlots:
         """The arrays as the ops take them, with the parents of pending rows that a pass goes on from."""
@@ -128,10 +132,18 @@ class KVCache:
     def fork(self) -> KVCache:
         """An independent copy of the committed positions."""
         copy = KVCache(self._ops, *self._shape, max_length=self._max_length)
+        copy.expect(self._capacity)
         copy.reserve(self._length)
         copy._take_slots((self._keys, self._values), self._length)
         copy.keep(range(self._length))
         return copy
+
+    def _make_room(self, needed: int, num_used: int) -> None:
+        if needed <= self._capacity:
+            return
+        generous = max(2 * self._capacity, FIRST_CAPACITY)
+        largest = generous if self._max_length is None else min(generous, self._max_length)
+        self._grow(max(needed, largest), num_used)
 
     def _allocate(self, capacity: int) -> None:
         self._keys, self._values = self._ops.new_kv(*self._shape, capacity)

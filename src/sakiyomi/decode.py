@@ -20,6 +20,12 @@ logger = logging.getLogger("sakiyomi")
 PREFILL_CHUNK = 256
 """Rows of a prompt per forward pass: enough to be compute-bound, few enough to keep buffers small."""
 
+EXPECTED_TOKENS = 256
+"""Tokens of an answer that a cache has room for at once; most answers are shorter, and some requests name no end."""
+
+SPARE_ROWS = 64
+"""Room behind them for drafts."""
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -75,6 +81,8 @@ def advance(
 
 def prefill(model: Model, drafter: Drafter, sequence: Sequence, chunk: int = PREFILL_CHUNK) -> None:
     """Feed every committed token but the last, so that there is one place where tokens are chosen."""
+    left = _num_left(sequence, model.info)
+    sequence.cache.expect(len(sequence.tokens) + min(left, EXPECTED_TOKENS) + SPARE_ROWS)
     while sequence.cache.length < len(sequence.tokens) - 1:
         prefill_chunk(model, drafter, sequence, chunk)
 

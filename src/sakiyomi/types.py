@@ -273,6 +273,9 @@ class Cache(Protocol):
         """Bytes held, spare room included."""
         ...
 
+    def expect(self, length: int) -> None:
+        """A hint: about so many positions will be needed, so that room for them can be made at once."""
+
     def keep(self, path: Seq[int]) -> None:
         """Commit rows of the last forward pass (indices into its span, ascending) and drop its other rows."""
         ...

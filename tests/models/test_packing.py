@@ -13,11 +13,14 @@ import pytest
 pytest.importorskip("sakiyomi._native", reason="the native kernels are not built")
 
 from sakiyomi.assemble import ModelOptions, load_model
+from sakiyomi.decode import prefill, step
+from sakiyomi.drafters.none import NoneDrafter
 from sakiyomi.errors import SakiyomiError
 from sakiyomi.models.native import NativeModel
 from sakiyomi.ops.native import NativeOps
 from sakiyomi.params import SamplingParams
-from sakiyomi.types import History, Span
+from sakiyomi.types import History, Sequence, Span
+from sakiyomi.verify.match import MatchVerifier
 
 GREEDY = History([1, 2], 1, SamplingParams(temperature=0.0), seed=0)
 
@@ -139,3 +142,18 @@ def test_damaged_logits_are_the_same_error(model: NativeModel, monkeypatch: pyte
         with pytest.raises(SakiyomiError, match="position 2 hold nan"):
             chain.choose(0, GREEDY)
     assert np.isnan(rows).any() or bad is np.nan
+
+
+@pytest.mark.parametrize("max_tokens", [100, None])
+def test_a_cache_gets_its_room_with_the_prompt(model: NativeModel, max_tokens: int | None) -> None:
+    """Growing copies all that is there: not in the midst of an answer of usual length, and not for every chunk."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    cache, drafter = model.new_cache(), NoneDrafter()
+    sequence = Sequence(id="0", tokens=[1, 2, 3] * 30, num_prompt=90, params=params, seed=0, cache=cache)
+    prefill(model, drafter, sequence, 16)
+    before = cache.capacity
+    assert 90 + 100 <= before <= 90 + 256 + 64
+    for _ in range(100):
+        step(model, drafter, MatchVerifier(), [sequence], [0])
+    assert cache.capacity == before
+    assert len(sequence.tokens) == 190

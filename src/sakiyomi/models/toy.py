@@ -131,6 +131,9 @@ class TokenCache:
     def num_bytes(self) -> int:
         return NUM_BYTES_PER_TOKEN * len(self.tokens)
 
+    def expect(self, length: int) -> None:
+        return None
+
     def keep(self, path: Seq[int]) -> None:
         if any(row >= len(self.pending) for row in path) or list(path) != sorted(set(path)) or min(path, default=0) < 0:
             raise ParameterError(f"rows {list(path)} to keep; give ascending rows below {len(self.pending)}.")

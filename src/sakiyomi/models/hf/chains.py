@@ -89,6 +89,9 @@ class ChainCache:
         """Bytes held."""
         return count_bytes(self.state)
 
+    def expect(self, length: int) -> None:
+        """The states of transformers make room as they like."""
+
     def keep(self, path: Sequence[int]) -> None:
         """Commit rows of the last forward pass; what a state has seen beyond them is undone.
 

@@ -191,6 +191,7 @@ class TreeCache:
         self.length = 0
         self.num_pending = 0
         self._max_length = max_length
+        self._expected = 0
         self._layers: list[list[Tensor]] = [[] for _ in range(num_layers)]
 
     @property
@@ -214,7 +215,7 @@ class TreeCache:
         for index, part in enumerate(new):
             slots = self._layers[layer][index]
             if slots.shape[2] < end:
-                capacity = max(end, min(max(2 * slots.shape[2], FIRST_CAPACITY), self._max_length))
+                capacity = max(end, min(max(2 * slots.shape[2], FIRST_CAPACITY, self._expected), self._max_length))
                 grown = part.new_empty((1, part.shape[1], capacity, part.shape[3]))
                 grown[:, :, : self.length] = slots[:, :, : self.length]
                 self._layers[layer][index] = slots = grown
@@ -224,6 +225,10 @@ class TreeCache:
         """A layer's keys and values from position `first` on, with or without the rows of the pass under way."""
         end = self.length + (self.num_pending if pending else 0)
         return [slots[:, :, first:end] for slots in self._layers[layer]]
+
+    def expect(self, length: int) -> None:
+        """When next there is too little room, make some for so many positions."""
+        self._expected = length
 
     def keep(self, path: Sequence[int]) -> None:
         """Commit rows of the last forward pass and drop its other rows.
