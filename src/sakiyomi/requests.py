@@ -296,10 +296,16 @@ class Requests:
 
 
 class AnswerText:
-    """The text of one answer, a piece per token."""
+    """The text of one answer, a piece per token.
+
+    Where no stop string can end it, tokens become text when somebody asks for it: between two passes of the model every
+    line of code is slow, since its weights have taken the caches.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
-        self.pieces: list[str] = []
+        self._pieces: list[str] = []
+        self._unread: list[int] = []
+        self._has_stops = bool(params.stop_strings)
         self._stream: TextStream | None = None
         if tokenizer is not None:
             detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
@@ -309,22 +315,35 @@ class AnswerText:
         elif params.stop_strings:
             raise ParameterError("this model has no tokenizer, so stop strings cannot be seen; use stop_token_ids.")
 
+    @property
+    def pieces(self) -> list[str]:
+        """One for each token, and what `finish` released."""
+        self._read()
+        return self._pieces
+
     def push(self, token_id: int) -> str | None:
-        if self._stream is None:
-            self.pieces.append("")
-            return None
-        stop = self._stream.push(token_id)
-        self.pieces.append(self._stream.take())
-        return stop
+        self._unread.append(token_id)
+        return self._read() if self._has_stops else None
 
     def piece(self, index: int) -> str:
-        return self.pieces[index] if index < len(self.pieces) else ""
+        pieces = self.pieces
+        return pieces[index] if index < len(pieces) else ""
 
     def finish(self) -> None:
         """Release what was held back; further calls do nothing."""
+        self._read()
         if self._stream is not None:
-            self.pieces.append(self._stream.finish())
+            self._pieces.append(self._stream.finish())
             self._stream = None
+
+    def _read(self) -> str | None:
+        """Make pieces of the tokens that have none; the stop string that the last one completes, or None."""
+        stop = None
+        for token_id in self._unread:
+            stop = None if self._stream is None else self._stream.push(token_id)
+            self._pieces.append("" if self._stream is None else self._stream.take())
+        self._unread.clear()
+        return stop
 
 
 def text_of(job: Job) -> AnswerText:

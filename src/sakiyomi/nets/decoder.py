@@ -10,7 +10,6 @@ import itertools
 import math
 import reprlib
 import sys
-from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -182,8 +181,7 @@ class Decoder:
         loader = _Loader(ops, config, tensors)
         self.layers = [loader.layer(index) for index in range(config.num_layers)]
         self.numbers = tuple(range(config.num_layers))
-        self._counts = array("q", bytes(8 * config.num_layers))
-        self.num_rows: npt.NDArray[np.int64] = np.frombuffer(self._counts, np.int64)
+        self.num_rows: npt.NDArray[np.int64] = np.zeros(config.num_layers, np.int64)
         self._found_stretches: dict[tuple[int, int], list[tuple[int, tuple[LayerWeights, ...], StackSpec]]] = {}
         self.norm = loader.vector("model.norm.weight")
         self.embedding = loader.rows("model.embed_tokens.weight", self.vocab_size)
@@ -214,7 +212,7 @@ class Decoder:
             each None when not asked for.
         """
         ((start, layers, spec),) = self._stretches(0, self.config.num_layers)
-        self._count(start, len(layers), len(token_ids))
+        self.num_rows[start : start + len(layers)] += len(token_ids)
         here = None if past is None else past.at(start)
         best_of = LanguageHead(self.norm, self.config.eps, self.head) if wants_best else None
         return self.ops.decoder_pass(
@@ -245,7 +243,7 @@ class Decoder:
         """
         kept: dict[int, Array] = {}
         for start, layers, spec in self._stretches(first, end):
-            self._count(start, len(layers), len(x))
+            self.num_rows[start : start + len(layers)] += len(x)
             here = None if past is None else past.at(start)
             if not taps:
                 x, _ = self.ops.decoder_stack(x, layers, spec, positions, here, mask)
@@ -255,10 +253,6 @@ class Decoder:
             x, tapped = self.ops.decoder_stack(x, layers, spec, positions, here, mask, [tap - start for tap in inside])
             kept |= dict(zip(inside, tapped, strict=True))
         return x, [kept.get(tap, x) for tap in taps]
-
-    def _count(self, first: int, num_layers: int, num_rows: int) -> None:
-        for number in range(first, first + num_layers):
-            self._counts[number] += num_rows
 
     def logits(self, x: Array) -> Array:
         """Logits [R, V] of states [R, H] behind the last layer."""

@@ -271,7 +271,10 @@ def treats_ids_unalike(params: SamplingParams, num_new: int) -> bool:
 
 def takes_the_best(history: History) -> bool:
     """Whether `choose` takes the largest of the logits as they are."""
-    return history.params.is_greedy and not depends_on_ids(history)
+    params = history.params
+    if not params.is_greedy:
+        return False
+    return not treats_ids_unalike(params, len(history.tokens) + len(history.path) - history.num_prompt)
 
 
 def _is_too_short(history: History) -> bool:
