@@ -24,9 +24,10 @@ class AcceptanceCounter:
         self.num_draft_tokens += step.num_draft
         self.num_accepted_tokens += step.num_accepted
         self.num_lossy_tokens += step.num_lossy
-        if step.num_draft:
-            self.accepted_at.update(range(step.num_accepted))
-            self.tried_at.update(range(step.num_tried))
+        for position in range(step.num_accepted):
+            self.accepted_at[position] += 1
+        for position in range(step.num_tried):
+            self.tried_at[position] += 1
 
     def merge(self, other: AcceptanceCounter) -> None:
         self.num_steps += other.num_steps
