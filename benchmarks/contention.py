@@ -1,10 +1,11 @@
 """Do our threads and torch's get along in one process?
 
     python benchmarks/contention.py
-    python benchmarks/contention.py --threads 2 --torch-threads 2 --json contention.json
+    OMP_WAIT_POLICY=PASSIVE python benchmarks/contention.py --threads 2 --torch-threads 2 --json contention.json
 
 Decodes with the native kernels, multiplies matrices with torch in a second thread, and then does both at once, round
 after round. Two fair neighbours need together what they need one after the other, and up to 1.3 times that is allowed.
+Torch's OpenMP threads wait by turning unless OMP_WAIT_POLICY says PASSIVE, and then nobody is a fair neighbour to them.
 Needs torch.
 """
 
@@ -126,7 +127,12 @@ def main() -> int:
     rounds = [run_round(decode, multiply) for _ in range(args.rounds)]
     ratio = statistics.median(one.ratio for one in rounds)
     shown = sys.stderr if str(args.json) == "-" else sys.stdout
-    print(f"{threads} threads of ours, {args.torch_threads or threads} of torch, load {load:.1f} before", file=shown)
+    policy = os.environ.get("OMP_WAIT_POLICY", "not set")
+    print(
+        f"{threads} threads of ours, {args.torch_threads or threads} of torch (OMP_WAIT_POLICY {policy}), "
+        f"load {load:.1f} before",
+        file=shown,
+    )
     for name in ("decoding", "multiplying", "both", "decoding_beside", "multiplying_beside"):
         print(
             f"{name.replace('_', ' '):20} {statistics.median(getattr(one, name) for one in rounds):7.3f} s", file=shown
@@ -134,7 +140,15 @@ def main() -> int:
     verdict = "holds" if ratio <= LIMIT else "DOES NOT HOLD"
     print(f"both over the sum    {ratio:7.3f}   <= {LIMIT} {verdict}", file=shown)
     if args.json:
-        text = json.dumps({"threads": threads, "load": load, "ratio": ratio, "rounds": [asdict(one) for one in rounds]})
+        text = json.dumps(
+            {
+                "threads": threads,
+                "policy": policy,
+                "load": load,
+                "ratio": ratio,
+                "rounds": [asdict(one) for one in rounds],
+            }
+        )
         print(text) if str(args.json) == "-" else args.json.write_text(text + "\n", encoding="utf-8")
     return 0 if ratio <= LIMIT else 1
 
