@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sakiyomi.params import SamplingParams
+from sakiyomi.requests import AnswerText
 from sakiyomi.text import stops
 from sakiyomi.text.detokenizer import Detokenizer
 from sakiyomi.text.stops import TextStream
@@ -157,3 +159,23 @@ def test_every_character_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     for start in range(0, num_chars, 4):
         assert matcher.scan("aaac" if start % 400 == 0 else "aaaa", may_match=True) is None
     assert num_steps <= 2 * num_chars
+
+
+@pytest.mark.parametrize("asks_early", [False, True])
+@pytest.mark.parametrize("stop", [None, "\x00never"])
+def test_pieces_are_the_same_whenever_somebody_asks(byte_level: Tokenizer, asks_early: bool, stop: str | None) -> None:
+    """Without stop strings tokens become text when it is asked for; one piece per token, and the rest at the end."""
+    text = "Grüße 日本 🙂, x" * 3
+    ids = ids_of_bytes(byte_level, text.encode())[:-1] + ids_of_bytes(byte_level, "日".encode())[:2]
+    answer = AnswerText(byte_level, SamplingParams(stop=stop))
+    for index, token in enumerate(ids):
+        assert answer.push(token) is None
+        if asks_early:
+            answer.piece(index)
+            assert len(answer.pieces) == index + 1
+    assert len(answer.pieces) == len(ids)
+    answer.finish()
+    answer.finish()
+    assert "".join(answer.pieces) == text[:-1] + "\ufffd"
+    assert [answer.piece(index) for index in range(len(ids) + 1)] == answer.pieces
+    assert answer.piece(len(ids) + 1) == ""
