@@ -85,8 +85,7 @@ class MedusaHeads {
     // For each of the target's last states [R, H], in front of its final norm, what GreedyTree::give gives of a draft, or None
     // where logits are damaged. See MlpStep::grow for the rules.
     nb::list draft(Matrix states, In<std::int64_t, nb::ndim<1>> vocabulary, float sharpness, std::int64_t width, double lowest,
-                   const nb::list& rooms,
-                   int num_threads) const {
+                   const nb::list& rooms, int num_threads) const {
         const std::int64_t num_states = static_cast<std::int64_t>(states.shape(0));
         check_equal("the width of states", static_cast<std::int64_t>(states.shape(1)), hidden_);
         check_equal("the length of vocabulary", static_cast<std::int64_t>(vocabulary.shape(0)), heads_[0].weight->num_outputs);

@@ -391,7 +391,7 @@ class DecoderStack {
         check(layers_.front().input_norm != nullptr, "a layer lacks a norm.");
         check_equal("what the first layer reads", hidden, sizes_.read);
         check_equal("the width of the embedding", embedding.num_inputs, hidden);
-        for (const std::int32_t id : ids) check(id >= 0 && id < embedding.num_outputs, "an id is out of range.");
+        check_tokens(ids.data(), num_rows, embedding);
         check_positions(positions.data(), static_cast<std::int64_t>(positions.size()), table, num_rows);
         if (parents) check_equal("the number of parents", static_cast<std::int64_t>(parents->size()), num_rows);
         for (std::size_t i = 0; i < asked.size(); ++i)
@@ -589,8 +589,7 @@ class DecoderStack {
         check_equal("the width of the embedding", around_it.embedding->num_inputs, hidden);
         check_equal("the width of the head", around_it.head->num_inputs, hidden);
         check_equal("the number of ids", static_cast<std::int64_t>(ids.shape(0)), num_rows);
-        for (std::int64_t row = 0; row < num_rows; ++row)
-            check(ids.data()[row] >= 0 && ids.data()[row] < around_it.embedding->num_outputs, "an id is out of range.");
+        check_tokens(ids.data(), num_rows, *around_it.embedding);
         return around_it;
     }
 
@@ -670,6 +669,10 @@ class DecoderStack {
     void check_rows(const Matrix& x, const Ints& positions, const Matrix& table, std::int64_t num_rows) const {
         check_equal("the width of x", static_cast<std::int64_t>(x.shape(1)), sizes_.hidden);
         check_positions(positions.data(), static_cast<std::int64_t>(positions.shape(0)), table, num_rows);
+    }
+
+    static void check_tokens(const std::int32_t* ids, std::int64_t count, const PackedWeight& embedding) {
+        for (std::int64_t i = 0; i < count; ++i) check(ids[i] >= 0 && ids[i] < embedding.num_outputs, "an id is out of range.");
     }
 
     void check_positions(const std::int32_t* positions, std::int64_t count, const Matrix& table, std::int64_t num_rows) const {

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from sakiyomi.sampling.choose import TokenLogprobs, log_probs, treats_ids_unalike
+from sakiyomi.sampling.choose import TokenLogprobs, log_probs, takes_the_best
 from sakiyomi.tree import ROOT, Draft
 from sakiyomi.types import Array, Drafter, Model, ModelInfo, Output, Sequence, Span, Verdict, Verifier
 
@@ -64,7 +64,7 @@ def advance(
 ) -> list[Step]:
     """The part of a step behind the proposal: forward, verify, commit, observe."""
     spans = [
-        _span(sequence, draft, drafter.taps, verifier.is_lossless != "no" and _takes_the_best(sequence))
+        _span(sequence, draft, drafter.taps, verifier.is_lossless != "no" and takes_the_best(sequence.history()))
         for sequence, draft in zip(sequences, drafts, strict=True)
     ]
     outputs = model.forward(spans)
@@ -144,12 +144,6 @@ def _num_left(sequence: Sequence, info: ModelInfo) -> int:
     if sequence.params.max_tokens is not None:
         left = min(left, sequence.params.max_tokens - sequence.num_new)
     return left
-
-
-def _takes_the_best(sequence: Sequence) -> bool:
-    """Whether the next tokens are those of the largest logits, and nobody asks for more of these."""
-    params = sequence.params
-    return params.is_greedy and params.logprobs is None and not treats_ids_unalike(params, sequence.num_new)
 
 
 def _span(sequence: Sequence, draft: Draft, taps: tuple[int, ...], wants_best: bool = False) -> Span:

@@ -29,9 +29,8 @@ class PartsDrafter(Drafter):
         return [_Part(self, index) for index in range(len(self.parts))]
 
     def observe(self, sequence: Sequence, start: int, tokens: Seq[int], taps: Array | None) -> None:
-        loan = self._lend_memos(0, [sequence])
         for index, part in enumerate(self.parts):
-            with loan.of(index):
+            with self._lend_memos(index, [sequence]):
                 part.observe(sequence, start, tokens, self._taps_of(part, taps))
 
     def observe_probes(self, sequence: Sequence, probes: Probes, tokens: Seq[int]) -> None:
@@ -80,11 +79,6 @@ class _Loan:
 
     def __init__(self, index: int, sequences: Seq[Sequence], memos: list[_Memos]) -> None:
         self._index, self._sequences, self._memos = index, sequences, memos
-
-    def of(self, index: int) -> _Loan:
-        """The same for the memos of another part."""
-        self._index = index
-        return self
 
     def __enter__(self) -> None:
         for sequence, own in zip(self._sequences, self._memos, strict=True):

@@ -150,7 +150,7 @@ class SpanOutput:
 
     def choose(self, i: int, history: History) -> int:
         """The token that plain decoding chooses from the i-th asked row."""
-        if takes_the_best(history) and history.params.logprobs is None:
+        if takes_the_best(history):
             token = self._asked().find_best(range(self._first, self._end)[i])
             if token is not None:
                 return token

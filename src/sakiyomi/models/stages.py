@@ -32,7 +32,7 @@ def run_in_stages(
     for part in parts:
         part.cache.reserve(part.num_rows, part.num_done)
     depth, leading = decoder.config.num_layers, decoder.num_leading
-    states = _split(decoder.embed(np.array(packed.token_ids, np.int32)[_active_rows(parts, packed)]), parts)
+    states = _split(decoder.embed(_pick(packed.token_ids, _active_rows(parts, packed))), parts)
     start = 0
     for end in sorted({part.joins_at for part in parts if part.joins_at is not None} | {leading, depth}):
         taps = [tap for tap in packed.taps if start <= tap < end]
@@ -121,6 +121,10 @@ def _active_rows(parts: Sequence[_Part], packed: PackedSpans) -> npt.NDArray[np.
     return np.concatenate([np.arange(start + part.first, stop) for part, start, stop in ranges])
 
 
+def _pick(values: Sequence[int], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    return np.array(values, np.int32)[rows]
+
+
 def _run_stage(
     decoder: Decoder,
     states: Sequence[Array],
@@ -137,8 +141,8 @@ def _run_stage(
         active = [part for part in parts if part.num_active]
         bounds = (0, *np.cumsum([part.num_active for part in active]).tolist())
         past = Past([part.cache.slots(tuple(part.span.parents[: part.first])) for part in active])
-        mask = Tree(np.array(packed.parents, np.int32)[rows], bounds)
-        x, tapped = decoder.run(x, start, end, np.array(packed.positions, np.int32)[rows], past, mask, taps)
+        mask = Tree(_pick(packed.parents, rows), bounds)
+        x, tapped = decoder.run(x, start, end, _pick(packed.positions, rows), past, mask, taps)
     return _split(x, parts), [_split(array, parts) for array in tapped]
 
 

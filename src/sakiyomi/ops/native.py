@@ -53,7 +53,7 @@ KEY_BLOCK = 32
 """Positions of a cache in 8 bits that lie together."""
 ROPE_BLOCK = 1024
 _LARGEST_HALF = 65504.0
-_MAX_STACKS = 16
+_MAX_FORMS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +132,7 @@ class NativeOps(Ops):
         self._store = store
         self._bytes_only = os.environ.get("SAKIYOMI_STORAGE") == "8bit"
         self._rope_tables: dict[tuple[bytes, float], Floats] = {}
-        self._mlp_steps, self._mlp_drafts, self._medusa_heads = _Forms(), _Forms(), _Forms()
-        self._stacks: dict[tuple[int, int, int], tuple[tuple[LayerWeights, ...], StackSpec, Any]] = {}
+        self._stacks, self._mlp_steps, self._mlp_drafts, self._medusa_heads = _Forms(), _Forms(), _Forms(), _Forms()
 
     # ---- arrays and weights
 
@@ -393,17 +392,7 @@ class NativeOps(Ops):
 
     def _stack(self, layers: Sequence[LayerWeights], spec: StackSpec) -> Any:
         """The C++ form of the layers, kept for the next call with the same ones."""
-        layers = tuple(layers)  # a tuple is this very object
-        key = (id(layers[0]), len(layers), id(spec))
-        entry = self._stacks.get(key)
-        if entry is None or entry[1] is not spec or not _are_same(entry[0], layers):
-            fields = [_layer_fields(layer, spec.window(i)) for i, layer in enumerate(layers)]
-            stack = _native.DecoderStack(fields, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.eps)
-            entry = (layers, spec, stack)
-            if len(self._stacks) >= _MAX_STACKS:
-                self._stacks.clear()
-            self._stacks[key] = entry
-        return entry[2]
+        return self._stacks.of(_make_stack, spec, *layers)
 
     # ---- a pass of an EAGLE head, fused
 
@@ -575,10 +564,6 @@ def _count_positions(positions: Sequence[int]) -> int:
     return max(max(positions, default=0), 0) + 1
 
 
-def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
-    return some is others or all(one is other for one, other in zip(some, others, strict=True))
-
-
 def _end_fields(ends: HeadEnds) -> tuple[Any, ...]:
     return (
         ends.embedding,
@@ -601,10 +586,15 @@ class _Forms:
         key = tuple(map(id, objects))
         entry = self._entries.get(key)
         if entry is None:
-            if len(self._entries) >= _MAX_STACKS:
+            if len(self._entries) >= _MAX_FORMS:
                 self._entries.clear()
             entry = self._entries[key] = make(*objects), objects
         return entry[0]
+
+
+def _make_stack(spec: StackSpec, *layers: LayerWeights) -> Any:
+    fields = [_layer_fields(layer, spec.window(i)) for i, layer in enumerate(layers)]
+    return _native.DecoderStack(fields, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.eps)
 
 
 def _make_medusa_heads(weights: MedusaWeights) -> Any:

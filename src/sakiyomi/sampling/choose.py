@@ -270,11 +270,9 @@ def treats_ids_unalike(params: SamplingParams, num_new: int) -> bool:
 
 
 def takes_the_best(history: History) -> bool:
-    """Whether `choose` takes the largest of the logits as they are."""
+    """Whether `choose` takes the largest of the logits as they are, and nobody asks for more of them."""
     params = history.params
-    if not params.is_greedy:
-        return False
-    return not treats_ids_unalike(params, len(history.tokens) + len(history.path) - history.num_prompt)
+    return params.is_greedy and params.logprobs is None and not depends_on_ids(history)
 
 
 def _is_too_short(history: History) -> bool:
