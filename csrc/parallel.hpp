@@ -10,6 +10,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -20,6 +21,7 @@
 #define SAKIYOMI_HAS_FORK 1
 #endif
 
+#include "openmp.hpp"
 #include "profile.hpp"
 
 namespace sakiyomi {
@@ -28,6 +30,8 @@ inline constexpr int kMaxThreads = 256;
 // In time and not in turns: a pause takes ten nanoseconds on one processor and more than forty on another.
 inline constexpr std::chrono::microseconds kBarrierSpin{12};  // longer ones cost more than they save where cores are shared
 inline constexpr std::chrono::microseconds kIdleSpin{300};   // the time between two passes of a busy engine
+inline constexpr std::chrono::microseconds kLongSleep{1000};  // a thread of the team that is waited for has no core
+inline constexpr int kManyLongSleeps = 32;
 
 inline void relax_cpu() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -64,16 +68,20 @@ class Gate {
             }
             if (end == Clock::time_point{}) end = Clock::now() + spin_for;
         } while (Clock::now() < end);
+        const Clock::time_point asleep = Clock::now();
         std::unique_lock<std::mutex> lock(mutex_);
         num_sleepers_.fetch_add(1);
         awake_.wait(lock, [&] { return value_.load() != seen; });
         num_sleepers_.fetch_sub(1);
+        if (Clock::now() - asleep > kLongSleep) num_long_sleeps_.fetch_add(1, std::memory_order_relaxed);
         return value_.load();
     }
 
+    int num_long_sleeps() const { return num_long_sleeps_.load(std::memory_order_relaxed); }
+
    private:
     alignas(64) std::atomic<std::uint32_t> value_{0};
-    std::atomic<int> num_sleepers_{0};
+    std::atomic<int> num_sleepers_{0}, num_long_sleeps_{0};
     std::mutex mutex_;
     std::condition_variable awake_;
 };
@@ -237,6 +245,12 @@ class Pool {
         call_(target_, team_, 0);
         team_.barrier();
         std::fesetenv(&environment);
+        if (team_.gate_.num_long_sleeps() >= next_word_) give_openmp_a_word(num_threads);
+    }
+
+    // Threads of the team often had no core. A runtime that is told once need not be told again.
+    void give_openmp_a_word(int num_threads) {
+        next_word_ = tell_openmp(num_threads) ? std::numeric_limits<int>::max() : team_.gate_.num_long_sleeps() + kManyLongSleeps;
     }
 
     void start_workers(int count) {
@@ -291,6 +305,7 @@ class Pool {
     void (*call_)(void*, Team&, int) = nullptr;
     void* target_ = nullptr;
     Team team_;
+    int next_word_ = kManyLongSleeps;  // long sleeps until then
     std::unique_ptr<std::byte, ScratchDeleter> scratch_;
     std::size_t scratch_bytes_ = 0;
 };
