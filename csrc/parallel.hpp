@@ -10,6 +10,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -182,6 +183,46 @@ class Team {
     Share shares_[kMaxThreads];
 };
 
+// Memory that a thread of the pool will soon read again. While it waits for work it fetches that, since what runs between (a
+// whole pass of a model) leaves nothing of it in the caches. Fetching reads nothing: memory may be gone by then. After some
+// runs in which nobody expected anything the thread stops.
+class NextReads {
+   public:
+    static NextReads& of_thread() {
+        static thread_local NextReads reads;
+        return reads;
+    }
+
+    struct Piece {
+        const std::uint8_t* start;
+        std::int64_t num_bytes;
+    };
+
+    void expect(std::initializer_list<Piece> pieces) {
+        pieces_ = pieces;
+        num_left_ = kMostRuns;
+    }
+
+    // Stops as soon as there is work.
+    template <class HasWork>
+    void fetch(HasWork&& has_work) {
+        if (num_left_ == 0) return;
+        --num_left_;
+        for (const Piece& piece : pieces_)
+            for (std::int64_t at = 0; at < piece.num_bytes; at += kLine) {
+                if (at % (64 * kLine) == 0 && has_work()) return;
+                __builtin_prefetch(piece.start + at, 0, 2);
+            }
+    }
+
+   private:
+    static constexpr int kMostRuns = 16;  // of the pool: a few passes
+    static constexpr std::int64_t kLine = 64;
+
+    std::vector<Piece> pieces_;
+    int num_left_ = 0;
+};
+
 class Pool {
    public:
     static Pool& instance() {
@@ -256,6 +297,7 @@ class Pool {
     void serve(Worker& worker, int rank) {
         std::fesetenv(FE_DFL_ENV);
         for (std::uint32_t seen = 0;;) {
+            NextReads::of_thread().fetch([&] { return worker.start.value() != seen; });
             worker.start.wait_past(seen, kIdleSpin);
             ++seen;
             const ProfiledRank profiled(rank);

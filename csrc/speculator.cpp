@@ -166,6 +166,7 @@ class MlpStep {
                 }
                 step = &advance;
             }
+            expect_next(advance, team_size, rank);
         });
         return is_sound;
     }
@@ -337,6 +338,18 @@ class MlpStep {
             if (sum == nullptr) sum = fresh, fresh += hidden_;
             kernel.add(sum, raw + (rows.above == nullptr ? row : rows.above[row]) * hidden_, hidden_, fused + row * hidden_);
         }
+    }
+
+    // The next draft reads the same: this thread's share of each matrix.
+    void expect_next(const MlpStep& advance, int team_size, int rank) const {
+        const auto share = [&](const PackedWeight& weight, std::int64_t first, std::int64_t count) -> NextReads::Piece {
+            const Range range = split(count, rank, team_size, kShareBlocks);
+            return {weight.bytes.get() + (first + range.begin) * weight.block_bytes(), (range.end - range.begin) * weight.block_bytes()};
+        };
+        const auto all = [&](const PackedWeight& weight) { return share(weight, 0, weight.num_blocks()); };
+        const std::int64_t blocks = inner_ / kLanes;
+        NextReads::of_thread().expect({all(*fuse_), share(*gate_up_, 0, blocks), share(*gate_up_, blocks, blocks), all(*down_),
+                                       all(*head_), all(*advance.fuse_)});
     }
 
     // Each state of the rows normed by itself, as inputs of `fuse_`.

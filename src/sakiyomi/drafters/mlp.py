@@ -80,12 +80,13 @@ class MlpDrafter(Drafter):
             self.head = lent.ops.weight(stored.tensors[HEAD])
         else:
             self.head = lent.head if stored.vocabulary is None else lent.ops.select_rows(lent.head, stored.vocabulary)
-        self.rules = GreedyRules(
+        rules = GreedyRules(
             ids=self.ids,
             sharpness=self.sharpness,
             width=config.width,
             lowest=log_confidence(config.min_confidence),
         )
+        self._draft_rows = self.net.drafts(self.head, rules)
 
     def _find_file(self, context: DrafterContext, lent: Lent) -> DrafterFile:
         """The drafter file of the options, or the packaged one, made for this target."""
@@ -124,7 +125,7 @@ class MlpDrafter(Drafter):
         for sequence in sequences:
             taps.append(sequence.memo.taps)
             tokens.append(sequence.tokens[-1])
-        return self.net.draft(join_rows(taps), tokens, self.head, self.rules, rooms)
+        return self._draft_rows(join_rows(taps), tokens, rooms)
 
     def _draft_by_levels(self, sequences: Seq[Sequence], rooms: Seq[DraftRoom]) -> list[Draft]:
         growths = [self._start(sequence, room) for sequence, room in zip(sequences, rooms, strict=True)]
