@@ -10,11 +10,11 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <initializer_list>
 #include <memory>
 #include <mutex>
 #include <new>
 #include <thread>
+#include <utility>
 #include <vector>
 #if defined(__unix__) || defined(__APPLE__)
 #include <pthread.h>
@@ -198,8 +198,8 @@ class NextReads {
         std::int64_t num_bytes;
     };
 
-    void expect(std::initializer_list<Piece> pieces) {
-        pieces_ = pieces;
+    void expect(std::vector<Piece> pieces) {
+        pieces_ = std::move(pieces);
         num_left_ = kMostRuns;
     }
 

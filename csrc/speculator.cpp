@@ -3,6 +3,7 @@
 // matters is what stands around the matrices.
 #include <algorithm>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include <nanobind/stl/vector.h>
@@ -340,16 +341,25 @@ class MlpStep {
         }
     }
 
-    // The next draft reads the same: this thread's share of each matrix.
+    // The next draft reads the same: this thread's share of each matrix, and a part of the caller's, who has other things to do
+    // between two drafts and so is late with it.
     void expect_next(const MlpStep& advance, int team_size, int rank) const {
-        const auto share = [&](const PackedWeight& weight, std::int64_t first, std::int64_t count) -> NextReads::Piece {
-            const Range range = split(count, rank, team_size, kShareBlocks);
-            return {weight.bytes.get() + (first + range.begin) * weight.block_bytes(), (range.end - range.begin) * weight.block_bytes()};
+        if (rank == 0) return;
+        std::vector<NextReads::Piece> pieces;
+        const auto add = [&](const PackedWeight& weight, std::int64_t first, std::int64_t count) {
+            const Range callers = split(count, 0, team_size, kShareBlocks);
+            for (const Range& blocks : {split(callers.end, rank - 1, team_size - 1, kShareBlocks), split(count, rank, team_size, kShareBlocks)})
+                pieces.push_back({weight.bytes.get() + (first + blocks.begin) * weight.block_bytes(),
+                                  (blocks.end - blocks.begin) * weight.block_bytes()});
         };
-        const auto all = [&](const PackedWeight& weight) { return share(weight, 0, weight.num_blocks()); };
-        const std::int64_t blocks = inner_ / kLanes;
-        NextReads::of_thread().expect({all(*fuse_), share(*gate_up_, 0, blocks), share(*gate_up_, blocks, blocks), all(*down_),
-                                       all(*head_), all(*advance.fuse_)});
+        const std::int64_t half = inner_ / kLanes;  // of gate_up: a share is gates and the ups that belong to them
+        add(*fuse_, 0, fuse_->num_blocks());
+        add(*gate_up_, 0, half);
+        add(*gate_up_, half, half);
+        add(*down_, 0, down_->num_blocks());
+        add(*head_, 0, head_->num_blocks());
+        add(*advance.fuse_, 0, advance.fuse_->num_blocks());
+        NextReads::of_thread().expect(std::move(pieces));
     }
 
     // Each state of the rows normed by itself, as inputs of `fuse_`.

@@ -111,7 +111,7 @@ class MlpDrafter(Drafter):
         return stored
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
-        rooms = [self._find_room(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
+        rooms = list(map(self._find_room, sequences, budgets))
         return fill_in(
             self._draft_at_once(sequences, rooms),
             lambda late: self._draft_by_levels([sequences[i] for i in late], [rooms[i] for i in late]),
