@@ -14,7 +14,7 @@ Letters: R rows, H hidden width, T taps, I inner width, K ids of the draft vocab
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
