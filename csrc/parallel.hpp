@@ -14,7 +14,6 @@
 #include <mutex>
 #include <new>
 #include <thread>
-#include <utility>
 #include <vector>
 #if defined(__unix__) || defined(__APPLE__)
 #include <pthread.h>
@@ -193,17 +192,19 @@ class NextReads {
         return reads;
     }
 
-    struct Piece {
-        const std::uint8_t* start;
-        std::int64_t num_bytes;
-    };
-
-    void expect(std::vector<Piece> pieces) {
-        pieces_ = std::move(pieces);
+    // From here on other memory is expected.
+    void start() {
+        pieces_.clear();
+        room_ = kMostBytes;
         num_left_ = kMostRuns;
     }
 
-    // Stops as soon as there is work.
+    void add(const std::uint8_t* bytes, std::int64_t num_bytes) {
+        pieces_.push_back({bytes, num_bytes < room_ ? num_bytes : room_});
+        room_ -= pieces_.back().num_bytes;
+    }
+
+    // Ends as soon as there is work.
     template <class HasWork>
     void fetch(HasWork&& has_work) {
         if (num_left_ == 0) return;
@@ -211,15 +212,22 @@ class NextReads {
         for (const Piece& piece : pieces_)
             for (std::int64_t at = 0; at < piece.num_bytes; at += kLine) {
                 if (at % (64 * kLine) == 0 && has_work()) return;
-                __builtin_prefetch(piece.start + at, 0, 2);
+                __builtin_prefetch(piece.bytes + at, 0, 2);
             }
     }
 
    private:
-    static constexpr int kMostRuns = 16;  // of the pool: a few passes
+    static constexpr int kMostRuns = 16;                             // of the pool: a few passes
+    static constexpr std::int64_t kMostBytes = std::int64_t{4} << 20;  // no core has more of a cache for itself
     static constexpr std::int64_t kLine = 64;
 
+    struct Piece {
+        const std::uint8_t* bytes;
+        std::int64_t num_bytes;
+    };
+
     std::vector<Piece> pieces_;
+    std::int64_t room_ = 0;
     int num_left_ = 0;
 };
 
