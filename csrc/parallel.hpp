@@ -190,6 +190,55 @@ class Team {
     Share shares_[kMaxThreads];
 };
 
+// Memory that a thread of the pool will soon read again. While it waits for work it fetches that, since what runs between (a
+// whole pass of a model) leaves nothing of it in the caches. Fetching reads nothing: memory may be gone by then. After some
+// runs in which nobody expected anything the thread stops.
+class NextReads {
+   public:
+    static NextReads& of_thread() {
+        static thread_local NextReads reads;
+        return reads;
+    }
+
+    // From here on other memory is expected.
+    void start() {
+        pieces_.clear();
+        room_ = kMostBytes;
+        num_left_ = kMostRuns;
+    }
+
+    void add(const std::uint8_t* bytes, std::int64_t num_bytes) {
+        pieces_.push_back({bytes, num_bytes < room_ ? num_bytes : room_});
+        room_ -= pieces_.back().num_bytes;
+    }
+
+    // Ends as soon as there is work.
+    template <class HasWork>
+    void fetch(HasWork&& has_work) {
+        if (num_left_ == 0) return;
+        --num_left_;
+        for (const Piece& piece : pieces_)
+            for (std::int64_t at = 0; at < piece.num_bytes; at += kLine) {
+                if (at % (64 * kLine) == 0 && has_work()) return;
+                __builtin_prefetch(piece.bytes + at, 0, 2);
+            }
+    }
+
+   private:
+    static constexpr int kMostRuns = 16;                             // of the pool: a few passes
+    static constexpr std::int64_t kMostBytes = std::int64_t{4} << 20;  // no core has more of a cache for itself
+    static constexpr std::int64_t kLine = 64;
+
+    struct Piece {
+        const std::uint8_t* bytes;
+        std::int64_t num_bytes;
+    };
+
+    std::vector<Piece> pieces_;
+    std::int64_t room_ = 0;
+    int num_left_ = 0;
+};
+
 class Pool {
    public:
     static Pool& instance() {
@@ -270,6 +319,7 @@ class Pool {
     void serve(Worker& worker, int rank) {
         std::fesetenv(FE_DFL_ENV);
         for (std::uint32_t seen = 0;;) {
+            NextReads::of_thread().fetch([&] { return worker.start.value() != seen; });
             worker.start.wait_past(seen, kIdleSpin);
             ++seen;
             const ProfiledRank profiled(rank);
