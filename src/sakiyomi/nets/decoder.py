@@ -10,6 +10,7 @@ import itertools
 import math
 import reprlib
 import sys
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -157,7 +158,6 @@ class Decoder:
 
     Attributes:
         numbers: which layers of the model `layers` are: all, or those that `shallow` left.
-        num_rows: for each layer of the model the rows that it has run over, in this and all shallow forms [L].
 
     Args:
         tensors: transformers' tensor names to arrays.
@@ -181,11 +181,13 @@ class Decoder:
         loader = _Loader(ops, config, tensors)
         self.layers = [loader.layer(index) for index in range(config.num_layers)]
         self.numbers = tuple(range(config.num_layers))
-        self.num_rows: npt.NDArray[np.int64] = np.zeros(config.num_layers, np.int64)
+        self._num_layers = config.num_layers
+        self._stretch_rows: Counter[tuple[int, int]] = Counter()
         self._found_stretches: dict[tuple[int, int], list[tuple[int, tuple[LayerWeights, ...], StackSpec]]] = {}
         self.norm = loader.vector("model.norm.weight")
         self.embedding = loader.rows("model.embed_tokens.weight", self.vocab_size)
         self.head = self.embedding if config.tied else loader.rows("lm_head.weight", self.vocab_size)
+        self._language_head = LanguageHead(self.norm, config.eps, self.head)
 
     def forward(
         self,
@@ -212,9 +214,9 @@ class Decoder:
             each None when not asked for.
         """
         ((start, layers, spec),) = self._stretches(0, self.config.num_layers)
-        self.num_rows[start : start + len(layers)] += len(token_ids)
+        self._stretch_rows[start, len(layers)] += len(token_ids)
         here = None if past is None else past.at(start)
-        best_of = LanguageHead(self.norm, self.config.eps, self.head) if wants_best else None
+        best_of = self._language_head if wants_best else None
         return self.ops.decoder_pass(
             token_ids, self.embedding, layers, spec, positions, here, mask, logit_rows, taps, best_of
         )
@@ -243,7 +245,7 @@ class Decoder:
         """
         kept: dict[int, Array] = {}
         for start, layers, spec in self._stretches(first, end):
-            self.num_rows[start : start + len(layers)] += len(x)
+            self._stretch_rows[start, len(layers)] += len(x)
             here = None if past is None else past.at(start)
             if not taps:
                 x, _ = self.ops.decoder_stack(x, layers, spec, positions, here, mask)
@@ -279,6 +281,14 @@ class Decoder:
         cut.layers = [self.layers[number] for number in numbers]
         cut._found_stretches = {}
         return cut
+
+    @property
+    def num_rows(self) -> npt.NDArray[np.int64]:
+        """For each layer of the model the rows that it has run over, in this and all shallow forms [L]."""
+        counts = np.zeros(self._num_layers, np.int64)
+        for (start, length), rows in self._stretch_rows.items():
+            counts[start : start + length] += rows
+        return counts
 
     @property
     def num_leading(self) -> int:

@@ -160,7 +160,7 @@ class EagleHead:
         self.ops = ops
         self.config = config
         self.weights = weights
-        self.layers: list[LayerWeights] = list(weights["layers"])
+        self.layers: tuple[LayerWeights, ...] = tuple(weights["layers"])
         self.embedding = embedding
         self._final_norm = final_norm
         self._kept_ends: HeadEnds | None = None

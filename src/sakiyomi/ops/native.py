@@ -377,8 +377,8 @@ class NativeOps(Ops):
         return (states if count else None), tapped, best
 
     def _stack(self, layers: Sequence[LayerWeights], spec: StackSpec) -> Any:
-        """The C++ form of the layers, kept for the next call with the same ones."""
-        return self._stacks.of(_make_stack, spec, *layers)
+        """The C++ form of the layers, kept for the next call with the same objects (never changed in place)."""
+        return self._stacks.of(_make_stack, spec, layers)
 
     # ---- a pass of an EAGLE head, fused
 
@@ -579,7 +579,7 @@ class _Forms:
         return entry[0]
 
 
-def _make_stack(spec: StackSpec, *layers: LayerWeights) -> Any:
+def _make_stack(spec: StackSpec, layers: Sequence[LayerWeights]) -> Any:
     fields = [_layer_fields(layer, spec.window(i)) for i, layer in enumerate(layers)]
     return _native.DecoderStack(fields, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.eps)
 
