@@ -117,7 +117,7 @@ struct Attention {
     std::int64_t output_stride;
     std::int64_t rows_per_item = 1, heads_per_item = 1;
     bool is_split = false;
-    std::uint8_t* rounded = nullptr;  // [row][head][query_bytes], of caches in bytes
+    std::uint8_t* rounded = nullptr;  // [key/value head][row][head][query_bytes], of caches in bytes
     float* parts = nullptr;  // [group][chunk][row][head][part_floats], where split
     std::vector<RowRun> runs = {};
     std::vector<std::int64_t> first_chunks = {};  // [run + 1]: chunks of the runs before it
@@ -188,7 +188,8 @@ struct Attention {
     };
 
     std::uint8_t* rounded_at(std::int64_t row, std::int64_t head) const {
-        return rounded + (row * heads.num_heads + head) * query_bytes(heads.head_dim);
+        const std::int64_t num_rows = static_cast<std::int64_t>(plan->rows.size()), group = heads.group();
+        return rounded + ((head / group * num_rows + row) * group + head % group) * query_bytes(heads.head_dim);
     }
 
     const void* queries_of(std::int64_t row, std::int64_t head) const {
