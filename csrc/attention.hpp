@@ -350,20 +350,22 @@ struct Attention {
 
     bool may_split(int num_threads) const { return num_threads > 1 && num_groups() < 8 * num_threads; }
 
-    // The time of all threads at most, where each takes an item whenever it is done with one (Graham, 1969): all work, and
-    // the largest item for every thread but one.
+    // The time of all threads at most, where each takes an item whenever it is done with one: all work, and the largest item
+    // for every thread but one (Graham, 1969); or as many items as come to a thread, each of them the largest.
     std::int64_t estimate_cost(int num_threads) const {
         constexpr std::int64_t kChunkBlocks = kKeyChunk / kKeyBlock;
-        std::int64_t all = 0, largest = 0;
+        std::int64_t all = 0, largest = 0, num_items = 0;
         for (std::size_t run = 0; run < runs.size(); ++run) {
             const std::int64_t block_cost = 2 * heads_per_item * runs[run].count, chunk_cost = kChunkBlocks * kernels->attend_setup;
             const std::int64_t longest = chunks_per_item == 0 ? run_chunks[run] : std::min(run_chunks[run], chunks_per_item);
-            // Joining the part of an item, which another thread may have made, costs about what two blocks cost.
-            const std::int64_t joins = chunks_per_item == 0 ? 0 : 2 * block_cost;
+            const std::int64_t joins = chunks_per_item == 0 ? 0 : block_cost;  // the item's part costs about what a block does
+            num_items += items_of(run_chunks[run]);
             all += run_chunks[run] * chunk_cost + run_blocks[run] * block_cost + items_of(run_chunks[run]) * joins;
             largest = std::max(largest, longest * chunk_cost + std::min(run_blocks[run], longest * kChunkBlocks) * block_cost + joins);
         }
-        return all * heads.num_kv_heads * items_per_group() + largest * (num_threads - 1);
+        const std::int64_t groups = heads.num_kv_heads * items_per_group();
+        const std::int64_t most_items = (num_items * groups + num_threads - 1) / num_threads;
+        return std::min(all * groups + largest * (num_threads - 1), most_items * largest * num_threads);
     }
 };
 
