@@ -5,8 +5,8 @@
 
 Decodes with the native kernels, multiplies matrices with torch in a second thread, and then does both at once, round
 after round. Two fair neighbours need together what they need one after the other, and up to 1.3 times that is allowed.
-Torch's OpenMP threads wait by turning unless OMP_WAIT_POLICY says PASSIVE, and then nobody is a fair neighbour to them.
-Needs torch.
+Torch's OpenMP threads wait by turning as long as they believe the cores theirs, and our pool tells them otherwise once
+it lacks cores (csrc/openmp.hpp); OMP_WAIT_POLICY=PASSIVE is for comparison. Needs torch.
 """
 
 from __future__ import annotations

@@ -163,7 +163,8 @@ struct Attention {
     }
     // Bytes of `rounded`.
     std::int64_t rounded_bytes() const {
-        return is_bytes ? static_cast<std::int64_t>(plan->rows.size()) * heads.num_heads * query_bytes(heads.head_dim) : 0;
+        const std::int64_t count = static_cast<std::int64_t>(plan->rows.size()) * heads.num_heads + kQueriesBehind;
+        return is_bytes ? count * query_bytes(heads.head_dim) : 0;
     }
     // To be done for all rows and heads before the first item, where the cache is in bytes.
     void round_query(std::int64_t row, std::int64_t head) const {

@@ -10,6 +10,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -20,6 +21,7 @@
 #define SAKIYOMI_HAS_FORK 1
 #endif
 
+#include "openmp.hpp"
 #include "profile.hpp"
 
 namespace sakiyomi {
@@ -28,6 +30,8 @@ inline constexpr int kMaxThreads = 256;
 // In time and not in turns: a pause takes ten nanoseconds on one processor and more than forty on another.
 inline constexpr std::chrono::microseconds kBarrierSpin{12};  // longer ones cost more than they save where cores are shared
 inline constexpr std::chrono::microseconds kIdleSpin{300};   // the time between two passes of a busy engine
+inline constexpr std::chrono::microseconds kLongSleep{1000};  // a thread of the team that is waited for has no core
+inline constexpr int kManyLongSleeps = 32;
 
 inline void relax_cpu() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -64,16 +68,20 @@ class Gate {
             }
             if (end == Clock::time_point{}) end = Clock::now() + spin_for;
         } while (Clock::now() < end);
+        const Clock::time_point asleep = Clock::now();
         std::unique_lock<std::mutex> lock(mutex_);
         num_sleepers_.fetch_add(1);
         awake_.wait(lock, [&] { return value_.load() != seen; });
         num_sleepers_.fetch_sub(1);
+        if (Clock::now() - asleep > kLongSleep) num_long_sleeps_.fetch_add(1, std::memory_order_relaxed);
         return value_.load();
     }
 
+    int num_long_sleeps() const { return num_long_sleeps_.load(std::memory_order_relaxed); }
+
    private:
     alignas(64) std::atomic<std::uint32_t> value_{0};
-    std::atomic<int> num_sleepers_{0};
+    std::atomic<int> num_sleepers_{0}, num_long_sleeps_{0};
     std::mutex mutex_;
     std::condition_variable awake_;
 };
@@ -182,6 +190,55 @@ class Team {
     Share shares_[kMaxThreads];
 };
 
+// Memory that a thread of the pool will soon read again. While it waits for work it fetches that, since what runs between (a
+// whole pass of a model) leaves nothing of it in the caches. Fetching reads nothing: memory may be gone by then. After some
+// runs in which nobody expected anything the thread stops.
+class NextReads {
+   public:
+    static NextReads& of_thread() {
+        static thread_local NextReads reads;
+        return reads;
+    }
+
+    // From here on other memory is expected.
+    void start() {
+        pieces_.clear();
+        room_ = kMostBytes;
+        num_left_ = kMostRuns;
+    }
+
+    void add(const std::uint8_t* bytes, std::int64_t num_bytes) {
+        pieces_.push_back({bytes, num_bytes < room_ ? num_bytes : room_});
+        room_ -= pieces_.back().num_bytes;
+    }
+
+    // Ends as soon as there is work.
+    template <class HasWork>
+    void fetch(HasWork&& has_work) {
+        if (num_left_ == 0) return;
+        --num_left_;
+        for (const Piece& piece : pieces_)
+            for (std::int64_t at = 0; at < piece.num_bytes; at += kLine) {
+                if (at % (64 * kLine) == 0 && has_work()) return;
+                __builtin_prefetch(piece.bytes + at, 0, 2);
+            }
+    }
+
+   private:
+    static constexpr int kMostRuns = 16;                             // of the pool: a few passes
+    static constexpr std::int64_t kMostBytes = std::int64_t{4} << 20;  // no core has more of a cache for itself
+    static constexpr std::int64_t kLine = 64;
+
+    struct Piece {
+        const std::uint8_t* bytes;
+        std::int64_t num_bytes;
+    };
+
+    std::vector<Piece> pieces_;
+    std::int64_t room_ = 0;
+    int num_left_ = 0;
+};
+
 class Pool {
    public:
     static Pool& instance() {
@@ -237,6 +294,12 @@ class Pool {
         call_(target_, team_, 0);
         team_.barrier();
         std::fesetenv(&environment);
+        if (team_.gate_.num_long_sleeps() >= next_word_) give_openmp_a_word(num_threads);
+    }
+
+    // Threads of the team often had no core. A runtime that is told once need not be told again.
+    void give_openmp_a_word(int num_threads) {
+        next_word_ = tell_openmp(num_threads) ? std::numeric_limits<int>::max() : team_.gate_.num_long_sleeps() + kManyLongSleeps;
     }
 
     void start_workers(int count) {
@@ -256,6 +319,7 @@ class Pool {
     void serve(Worker& worker, int rank) {
         std::fesetenv(FE_DFL_ENV);
         for (std::uint32_t seen = 0;;) {
+            NextReads::of_thread().fetch([&] { return worker.start.value() != seen; });
             worker.start.wait_past(seen, kIdleSpin);
             ++seen;
             const ProfiledRank profiled(rank);
@@ -291,6 +355,7 @@ class Pool {
     void (*call_)(void*, Team&, int) = nullptr;
     void* target_ = nullptr;
     Team team_;
+    int next_word_ = kManyLongSleeps;  // long sleeps until then
     std::unique_ptr<std::byte, ScratchDeleter> scratch_;
     std::size_t scratch_bytes_ = 0;
 };

@@ -166,6 +166,7 @@ class MlpStep {
                 }
                 step = &advance;
             }
+            expect_next(advance, team_size, rank);
         });
         return is_sound;
     }
@@ -337,6 +338,28 @@ class MlpStep {
             if (sum == nullptr) sum = fresh, fresh += hidden_;
             kernel.add(sum, raw + (rows.above == nullptr ? row : rows.above[row]) * hidden_, hidden_, fused + row * hidden_);
         }
+    }
+
+    // The next draft reads the same: this thread's share of each matrix, and a part of the caller's, who has other things to do
+    // between two drafts and so is late with it.
+    void expect_next(const MlpStep& advance, int team_size, int rank) const {
+        if (rank == 0) return;
+        NextReads& reads = NextReads::of_thread();
+        const auto add = [&](const PackedWeight& weight, std::int64_t first, std::int64_t count) {
+            const Range own = split(count, rank, team_size, kShareBlocks);
+            const Range late = split(split(count, 0, team_size, kShareBlocks).end, rank - 1, team_size - 1, kShareBlocks);
+            for (const Range& blocks : {late, own})
+                reads.add(weight.bytes.get() + (first + blocks.begin) * weight.block_bytes(),
+                          (blocks.end - blocks.begin) * weight.block_bytes());
+        };
+        const std::int64_t half = inner_ / kLanes;  // of gate_up: a share is gates and the ups that belong to them
+        reads.start();
+        add(*fuse_, 0, fuse_->num_blocks());
+        add(*gate_up_, 0, half);
+        add(*gate_up_, half, half);
+        add(*down_, 0, down_->num_blocks());
+        add(*head_, 0, head_->num_blocks());
+        add(*advance.fuse_, 0, advance.fuse_->num_blocks());
     }
 
     // Each state of the rows normed by itself, as inputs of `fuse_`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from sakiyomi.errors import ParameterError
 
@@ -86,15 +87,20 @@ class SamplingParams:
             _integer("an id in stop_token_ids", token_id, 0, None)
         object.__setattr__(self, "stop_strings", _stop_strings(self.stop))
 
-    @property
+    @cached_property
     def is_greedy(self) -> bool:
         """Whether the most probable token is always chosen (temperature 0)."""
         return self.temperature == 0.0
 
-    @property
+    @cached_property
     def has_penalties(self) -> bool:
         """Whether the choice depends on which tokens came before."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+    @cached_property
+    def treats_ids_alike(self) -> bool:
+        """Whether logits are taken as they are, once `min_tokens` have been answered."""
+        return not self.logit_bias and not self.has_penalties
 
 
 def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from sakiyomi.drafters.mlp import MlpDrafter
 from sakiyomi.drafters.none import NoneDrafter
 from sakiyomi.errors import CheckpointError, ParameterError, SakiyomiError
 from sakiyomi.models.toy import ToyModel, random_law
+from sakiyomi.nets.mlp import HEAD
 from sakiyomi.params import SamplingParams
 from sakiyomi.prove.law import Bench, Context
 from sakiyomi.prove.memo import remember
@@ -166,13 +167,14 @@ def test_greedy_drafts_in_one_call_are_those_grown_by_levels(
     assert len(lengths) > 15
 
 
-def test_equal_logits_are_drafted_by_the_lowest_ids(trained_toy: Any, toy_mlp: Path) -> None:
+def test_equal_logits_are_drafted_by_the_lowest_ids(trained_toy: Any, toy_mlp: Path, tmp_path: Path) -> None:
     model = trained_toy.load()
+    stored, path = read_drafter(toy_mlp), tmp_path / "equal.safetensors"
+    write_drafter(path, replace(stored, tensors={**stored.tensors, HEAD: np.zeros((VOCAB, 64), np.float32)}))
     sequence = start(model, trained_toy.prompts[0], PARAMS["greedy"])
     for width, tokens in ((1, (0, 0)), (3, (0, 1, 2, 0, 1))):
         options = {"num_speculative_tokens": 2, "max_nodes": 5}
-        drafter = make(model, toy_mlp, width=width, **options)
-        drafter.head = drafter.ops.weight(np.zeros((VOCAB, 64), np.float32))
+        drafter = make(model, path, width=width, **options)
         prefill(model, drafter, sequence)
         assert compare_drafts(drafter, [sequence], [8])[0].tokens == tokens
         sequence = start(model, trained_toy.prompts[0], PARAMS["greedy"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sakiyomi.cores import count_cores
 from sakiyomi.ops.native import NativeOps
 
 FORK = """
@@ -61,6 +63,48 @@ stop.set()
 worker.join()
 """
 
+BESIDE_OPENMP = """
+import os, sys, threading, time
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])  # before a runtime counts the cores
+import numpy as np
+import torch
+from sakiyomi.ops.native import NativeOps
+
+torch.set_num_threads(2)
+matrix = torch.rand(256, 256)
+ops = NativeOps(threads=2)
+weight = ops.weight(np.ones((4096, 2048), np.float32))
+x = np.ones((1, 2048), np.float32)
+
+def waste():
+    # Processor time of a few products and long pauses: turning threads use it up in the pauses.
+    torch.mm(matrix, matrix)
+    before = time.process_time()
+    for _ in range(5):
+        torch.mm(matrix, matrix)
+        time.sleep(0.02)
+    return time.process_time() - before
+
+def crowd():
+    stop = threading.Event()
+    worker = threading.Thread(target=lambda: [torch.mm(matrix, matrix) for _ in iter(stop.is_set, True)])
+    worker.start()
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        ops.linear(x, weight)
+    stop.set()
+    worker.join()
+
+turning = min(waste() for _ in range(3))
+if turning < 0.01:
+    sys.exit(3)
+for _ in range(20):
+    crowd()
+    if waste() < turning / 4:
+        sys.exit(7)
+sys.exit(f"still turning: {turning:.4f} s before")
+"""
+
 
 @pytest.fixture
 def case() -> tuple[Any, Any]:
@@ -68,12 +112,26 @@ def case() -> tuple[Any, Any]:
     return rng.standard_normal((900, 320)).astype(np.float32), rng.standard_normal((9, 320)).astype(np.float32)
 
 
-@pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="no fork here")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.parametrize(("script", "code"), [(FORK, 7), (FORK_WHILE_BUSY, 0)])
 def test_forked_children_work(script: str, code: int) -> None:
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", script]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == code, result.stderr
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity") or count_cores() < 2, reason="needs two cores of a Linux machine"
+)
+def test_torch_stops_turning_once_threads_lack_cores() -> None:
+    pytest.importorskip("torch")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    result = subprocess.run(
+        [sys.executable, "-c", BESIDE_OPENMP], capture_output=True, text=True, timeout=120, env=kept
+    )
+    if result.returncode == 3:
+        pytest.skip("this torch's threads do not turn while they wait")
+    assert result.returncode == 7, result.stderr
 
 
 def test_two_python_threads_share_one_ops(case: tuple[Any, Any]) -> None:

@@ -14,7 +14,7 @@ Letters: R rows, H hidden width, T taps, I inner width, K ids of the draft vocab
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sakiyomi.errors import CheckpointError
-from sakiyomi.ops.base import DraftRoom, GreedyRules, Hide, MlpWeights, Ops
-from sakiyomi.tree import Draft
+from sakiyomi.ops.base import DraftRows, GreedyRules, Hide, MlpWeights, Ops
 from sakiyomi.types import GROUP_SIZE, Array, Quantized, Tensor
 
 Ids = npt.NDArray[np.int32]
@@ -179,11 +178,9 @@ class MlpSpeculator:
         """`advance`, and the logits [R, K] over a head [K, H]."""
         return self.ops.mlp_step(states, token_ids, self.embedding, self._weights["advance"], head)
 
-    def draft(
-        self, taps: Array, token_ids: Sequence[int], head: Any, rules: GreedyRules, rooms: Sequence[DraftRoom]
-    ) -> list[Draft | None]:
-        """Drafts of the most probable tokens behind `token_ids` [R]; None where one has to be grown step by step."""
-        return self.ops.mlp_drafts(taps, token_ids, self.embedding, self._steps, head, rules, rooms)
+    def drafts(self, head: Any, rules: GreedyRules) -> DraftRows:
+        """What drafts the most probable tokens behind some, given the taps [R, T * H] in front (`Ops.mlp_drafts`)."""
+        return self.ops.mlp_drafts(self.embedding, self._steps, head, rules)
 
     def _state(self, name: str, left: Array, token_ids: Ids) -> Array:
         hide = self._hide

@@ -207,6 +207,10 @@ class DraftRoom(NamedTuple):
     end_ids: frozenset[int]
 
 
+DraftRows: TypeAlias = Callable[[Array, Sequence[int], Sequence[DraftRoom]], list[Draft | None]]
+"""Drafts behind tokens [R], given what a network reads for each of them and the room that it has (`Ops.mlp_drafts`)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadEnds:
     """What stands around the layers of an EAGLE head (nets/eagle3.py).
@@ -427,27 +431,19 @@ class Ops(ABC):
         return states, self.linear(self.rms_norm(states, weights.norm, weights.eps), head)
 
     def mlp_drafts(
-        self,
-        left: Array,
-        token_ids: Sequence[int],
-        embedding: Weight,
-        steps: tuple[MlpWeights, MlpWeights],
-        head: Weight,
-        rules: GreedyRules,
-        rooms: Sequence[DraftRoom],
-    ) -> list[Draft | None]:
-        """Drafts of the most probable tokens behind `token_ids` [R], each grown in one go.
+        self, embedding: Weight, steps: tuple[MlpWeights, MlpWeights], head: Weight, rules: GreedyRules
+    ) -> DraftRows:
+        """What drafts the most probable tokens behind some, each draft in one go.
 
         Args:
-            left: the states [R, T * H] in front of the tokens.
             steps: the weights of the first step and of all further ones.
             head: [K, H].
-            rooms: R of them.
 
         Returns:
-            For each row what `sampling.growth.Growth` would draft, or None where it has to be grown level by level.
+            A function of the states [R, T * H] in front of the tokens, the tokens [R] and their rooms. For each row it
+            gives what `sampling.growth.Growth` would draft, or None where it has to be grown level by level.
         """
-        return [None] * len(token_ids)
+        return lambda left, token_ids, rooms: [None] * len(token_ids)
 
     # ---- a pass of an EAGLE head, composed
 

@@ -22,6 +22,7 @@ from sakiyomi.ops.base import (
     Causal,
     Dense,
     DraftRoom,
+    DraftRows,
     FuseWeights,
     GreedyRules,
     HeadEnds,
@@ -132,7 +133,7 @@ class NativeOps(Ops):
         self._store = store
         self._bytes_only = os.environ.get("SAKIYOMI_STORAGE") == "8bit"
         self._rope_tables: dict[tuple[bytes, float], Floats] = {}
-        self._stacks, self._mlp_steps, self._mlp_drafts, self._medusa_heads = _Forms(), _Forms(), _Forms(), _Forms()
+        self._stacks, self._mlp_steps, self._medusa_heads = _Forms(), _Forms(), _Forms()
 
     # ---- arrays and weights
 
@@ -290,29 +291,14 @@ class NativeOps(Ops):
         return states, logits
 
     def mlp_drafts(
-        self,
-        left: Floats,
-        token_ids: Sequence[int],
-        embedding: Any,
-        steps: tuple[MlpWeights, MlpWeights],
-        head: Any,
-        rules: GreedyRules,
-        rooms: Sequence[DraftRoom],
-    ) -> list[Draft | None]:
-        drafts = self._mlp_drafts.of(self._make_mlp_drafts, embedding, steps, head, rules)
-        if drafts is None:
-            return super().mlp_drafts(left, token_ids, embedding, steps, head, rules, rooms)
-        return _drafts_of(drafts.draft(left, token_ids, rooms))
-
-    def _make_mlp_drafts(
         self, embedding: Any, steps: tuple[MlpWeights, MlpWeights], head: Any, rules: GreedyRules
-    ) -> Any:
-        """The C++ form of drafting with some rules, or None where it has none."""
+    ) -> DraftRows:
         if steps[0].down.shape[1] % GROUP_SIZE:
-            return None
+            return super().mlp_drafts(embedding, steps, head, rules)
         start, advance = (self._mlp_step(embedding, weights, head) for weights in steps)
         fields = (rules.ids, rules.sharpness, rules.width, rules.lowest, self.threads)
-        return _native.MlpDrafts(start, advance, *fields)
+        draft: DraftRows = _native.MlpDrafts(start, advance, *fields).draft
+        return draft
 
     def _mlp_step(self, embedding: Any, weights: MlpWeights, head: Any) -> Any:
         """The C++ form of a step, kept for the next call with the same weights."""
@@ -461,7 +447,7 @@ class NativeOps(Ops):
         else:
             ahead = placeholder.feature[0], placeholder.token_id, rules.ids, rules.sharpness, rules.width, rules.lowest
             found = stack.draft_places(*rows, *ahead, *last)
-        return _drafts_of(found), logits, states
+        return found, logits, states
 
     # ---- Medusa heads, fused
 
@@ -470,7 +456,8 @@ class NativeOps(Ops):
     ) -> list[Draft | None]:
         heads = self._medusa_heads.of(_make_medusa_heads, weights)
         numbers = rules.sharpness, rules.width, rules.lowest
-        return _drafts_of(heads.draft(_floats(states), rules.ids, *numbers, list(rooms), self.threads))
+        drafts: list[Draft | None] = heads.draft(_floats(states), rules.ids, *numbers, list(rooms), self.threads)
+        return drafts
 
     # ---- helpers
 
@@ -600,10 +587,6 @@ def _make_stack(spec: StackSpec, *layers: LayerWeights) -> Any:
 def _make_medusa_heads(weights: MedusaWeights) -> Any:
     blocks = [list(layer) for layer in weights.blocks]
     return _native.MedusaHeads(blocks, list(weights.heads), weights.norm, weights.ones, weights.eps)
-
-
-def _drafts_of(found: Sequence[Any]) -> list[Draft | None]:
-    return [None if tree is None else Draft(tree[0], tree[1], confidences=tree[2]) for tree in found]
 
 
 def _window(window: int | None) -> int:
