@@ -8,7 +8,7 @@ enum {
     kMostPairs = kAttendRows * 4,
     kTiledDims = 4 * kLanes,  // dimensions whose sums are four tiles
 };
-static_assert(kAmxRows <= sakiyomi::kQueriesBehind);
+static_assert(int{kAmxRows} <= int{sakiyomi::kQueriesBehind});
 
 // Tiles 0 to 3 are sums [rows][16], 4 and 5 queries or weights [rows][32], 6 and 7 keys or values [8][64].
 inline void configure_pair_tiles(int64_t num_rows) {
