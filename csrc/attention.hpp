@@ -284,8 +284,8 @@ struct Attention {
         const std::int64_t run = item % num_runs(), end = run_chunks[static_cast<std::size_t>(run)];
         describe_group(run, item / num_runs(), views, window, group);
         alignas(64) float stretch[kMostFloats], state[kMostFloats];
-        clear(group, state);
-        for (std::int64_t first = 0; first < end; first += kJoinedChunks) {
+        attend_stretch(group, 0, end, state);
+        for (std::int64_t first = kJoinedChunks; first < end; first += kJoinedChunks) {
             attend_stretch(group, first, end, stretch);
             join(group, stretch, state);
         }
