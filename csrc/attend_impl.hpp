@@ -130,11 +130,14 @@ inline void score_bytes(const uint8_t* keys, int64_t groups, const RoundedQuery*
         for (int s = 0; s < 2; ++s) store(scores[h] + at + s * kLanes, total[h][s]);
 }
 
-// A head's weights over the blocks of a chunk: integers of 15 bits, 256 times the first term and the second.
+// Weights of heads over the blocks of a chunk: integers of 15 bits, 256 times the first term and the second.
 struct ByteWeights {
-    alignas(64) int8_t terms[kChunkBlocks][2][kKeyBlock];
-    int32_t start;
-    float scale;
+    int8_t* terms;   // [block][head][2][32]
+    int64_t step;    // from block to block
+    int32_t* starts;
+    float* scales;
+
+    int8_t* at(int64_t block, int head, int term) const { return terms + block * step + (head * 2 + term) * kKeyBlock; }
 };
 
 // Minus infinity, infinity and minus infinity, a chunk of each.
@@ -177,71 +180,84 @@ inline void fetch_blocks(const uint8_t* blocks, int64_t block_bytes, int64_t fir
     for (int64_t at = (first + seen.begin) * block_bytes; at < (first + seen.end) * block_bytes; at += 64) prefetch(blocks + at);
 }
 
-// The softmax of the heads' scores relative to their largest, times the scales of the values (0 where none counts). What no
-// position stands for weighs next to nothing in the total, and nothing in the sums. Each step takes all heads, whose chains of dependent
-// operations then run side by side.
+// The softmax of the scores of a row's heads relative to their largest, times the scales of the values (0 where none
+// counts). What no position stands for weighs next to nothing in the total, and nothing in the sums. Each step takes all
+// heads, and several rows may take it one after another: their chains of dependent operations then run side by side.
 template <int HEADS>
-inline void weigh_scores(const Seen& seen, const float* const* value_scales, float (*scores)[kKeyChunk], float* part,
-                         int64_t part_step, ByteWeights* weights) {
-    enum { kMost = 127 * 256 };
-    constexpr float kLog2E = 1.44269504088896341f;
-    const int64_t begin = seen.begin * kKeyBlock, end = seen.end * kKeyBlock;
-    Vf most[HEADS], total[HEADS], flaw[HEADS], factor[HEADS];
-    if (!seen.is_whole())
-        for (int64_t i = begin; i < end; i += kLanes) {
-            const Vf limits = seen.limits(i);
-            for (int h = 0; h < HEADS; ++h) store(scores[h] + i, min(load(scores[h] + i), limits));
-        }
-    for (int h = 0; h < HEADS; ++h) {
-        most[h] = load(scores[h] + begin);
-        total[h] = set1(0.0f);
-    }
-    for (int64_t i = begin + kLanes; i < end; i += kLanes)
-        for (int h = 0; h < HEADS; ++h) most[h] = max(most[h], load(scores[h] + i));
-    for (int h = 0; h < HEADS; ++h) {
-        part[h * part_step] = reduce_max(most[h]);
-        most[h] = set1(-kLog2E * part[h * part_step]);
-    }
-    for (int64_t b = seen.begin; b < seen.end; ++b)
-        for (int64_t i = 0; i < kKeyBlock; i += kLanes) {
-            const Vf scale = load(value_scales[b] + i);
-            for (int h = 0; h < HEADS; ++h) {
-                float* score = scores[h] + b * kKeyBlock + i;
-                const Vf weight = exp2_weight(fma(load(score), set1(kLog2E), most[h]));
-                total[h] = add(total[h], weight);
-                store(score, mul(weight, scale));
+struct Softmax {
+    Seen seen;
+    const float* const* value_scales;
+    float (*scores)[kKeyChunk];
+    float* part;
+    int64_t part_step;
+    ByteWeights weights;
+    float highest[HEADS];  // of the scaled weights
+
+    void find_largest() {
+        const int64_t begin = seen.begin * kKeyBlock, end = seen.end * kKeyBlock;
+        if (!seen.is_whole())
+            for (int64_t i = begin; i < end; i += kLanes) {
+                const Vf limits = seen.limits(i);
+                for (int h = 0; h < HEADS; ++h) store(scores[h] + i, min(load(scores[h] + i), limits));
             }
-        }
-    for (int h = 0; h < HEADS; ++h) {
-        part[h * part_step + 1] = reduce_add(total[h]);
-        most[h] = flaw[h] = set1(0.0f);
+        Vf most[HEADS];
+        for (int h = 0; h < HEADS; ++h) most[h] = load(scores[h] + begin);
+        for (int64_t i = begin + kLanes; i < end; i += kLanes)
+            for (int h = 0; h < HEADS; ++h) most[h] = max(most[h], load(scores[h] + i));
+        for (int h = 0; h < HEADS; ++h) part[h * part_step] = reduce_max(most[h]);
     }
-    for (int64_t i = begin; i < end; i += kLanes)
+
+    void weigh() {
+        constexpr float kLog2E = 1.44269504088896341f;
+        Vf shift[HEADS], total[HEADS], most[HEADS], flaw = set1(0.0f);
         for (int h = 0; h < HEADS; ++h) {
-            const Vf weight = load(scores[h] + i);
-            most[h] = max(most[h], weight);
-            flaw[h] = add(flaw[h], weight);
+            shift[h] = set1(-kLog2E * part[h * part_step]);
+            total[h] = most[h] = set1(0.0f);
         }
-    Vi sums[HEADS];
-    for (int h = 0; h < HEADS; ++h) {
-        const float highest = reduce_max(most[h]);
-        const bool is_zero = highest < 1e-30f;
-        factor[h] = set1(is_zero ? 0.0f : kMost / highest);
-        weights[h].scale = (is_zero ? 0.0f : highest / kMost) + 0.0f * reduce_add(flaw[h]);  // integers know no nan
-        sums[h] = zero_int();
+        for (int64_t b = seen.begin; b < seen.end; ++b)
+            for (int64_t i = 0; i < kKeyBlock; i += kLanes) {
+                const Vf scale = load(value_scales[b] + i);
+                flaw = fma(scale, set1(0.0f), flaw);
+                for (int h = 0; h < HEADS; ++h) {
+                    float* score = scores[h] + b * kKeyBlock + i;
+                    const Vf weight = exp2_weight(fma(load(score), set1(kLog2E), shift[h]));
+                    const Vf scaled = mul(weight, scale);
+                    total[h] = add(total[h], weight);
+                    most[h] = max(most[h], scaled);
+                    store(score, scaled);
+                }
+            }
+        const float nan_or_zero = reduce_add(flaw);  // integers know no nan; one of a score is in the total
+        for (int h = 0; h < HEADS; ++h) {
+            part[h * part_step + 1] = reduce_add(total[h]);
+            highest[h] = reduce_max(most[h]);
+            weights.scales[h] = nan_or_zero;
+        }
     }
-    for (int64_t b = seen.begin; b < seen.end; ++b)
+
+    void round() {
+        enum { kMost = 127 * 256 };
+        Vf factor[HEADS];
+        Vi sums[HEADS];
         for (int h = 0; h < HEADS; ++h) {
-            const float* x = scores[h] + b * kKeyBlock;
-            const Vi first = round_to_int(mul(load(x), factor[h])), second = round_to_int(mul(load(x + kLanes), factor[h]));
-            sums[h] = store_terms(weights[h].terms[b][0], first, second, sums[h]);
+            const bool is_zero = highest[h] < 1e-30f;
+            factor[h] = set1(is_zero ? 0.0f : kMost / highest[h]);
+            weights.scales[h] += is_zero ? 0.0f : highest[h] / kMost;
+            sums[h] = zero_int();
         }
-    for (int h = 0; h < HEADS; ++h) weights[h].start = start_for(reduce_add(sums[h]));
-}
+        for (int64_t b = seen.begin; b < seen.end; ++b)
+            for (int h = 0; h < HEADS; ++h) {
+                const float* x = scores[h] + b * kKeyBlock;
+                const Vi first = round_to_int(mul(load(x), factor[h])), second = round_to_int(mul(load(x + kLanes), factor[h]));
+                sums[h] = store_terms(weights.at(b, h, 0), first, second, sums[h]);
+            }
+        for (int h = 0; h < HEADS; ++h) weights.starts[h] = start_for(reduce_add(sums[h]));
+    }
+};
 
 // The weighted sums of PARTS vectors of the values.
 template <int HEADS, int PARTS>
-inline void sum_bytes(const Seen& seen, const uint8_t* const* values, int64_t offset, const ByteWeights* weights, float* part,
+inline void sum_bytes(const Seen& seen, const uint8_t* const* values, int64_t offset, const ByteWeights& weights, float* part,
                       int64_t part_step, Fetcher& ahead) {
     Vi sums[HEADS][2][PARTS];
     for (int h = 0; h < HEADS; ++h)
@@ -250,7 +266,7 @@ inline void sum_bytes(const Seen& seen, const uint8_t* const* values, int64_t of
     for (int64_t b = seen.begin; b < seen.end; ++b) {
         for (int h = 0; h < HEADS; ++h)
             for (int term = 0; term < 2; ++term) {
-                const Vi start = start_sums(weights[h].terms[b][term]);
+                const Vi start = start_sums(weights.at(b, h, term));
                 for (int p = 0; p < PARTS; ++p) sums[h][term][p] = add(sums[h][term][p], start);
             }
         const uint8_t* block = values[b] + offset * kKeyBlock;
@@ -261,20 +277,20 @@ inline void sum_bytes(const Seen& seen, const uint8_t* const* values, int64_t of
             for (int p = 0; p < PARTS; ++p) w[p] = load_weights(block + p * kKeyBlock * kLanes + k * 64);
             for (int h = 0; h < HEADS; ++h)
                 for (int term = 0; term < 2; ++term) {
-                    const Aq a = load_inputs(weights[h].terms[b][term] + k * 4);
+                    const Aq a = load_inputs(weights.at(b, h, term) + k * 4);
                     for (int p = 0; p < PARTS; ++p) sums[h][term][p] = dot4(sums[h][term][p], w[p], a);
                 }
         }
     }
     for (int h = 0; h < HEADS; ++h)
         for (int p = 0; p < PARTS; ++p) {
-            const Vi both = add(add(times_256(sums[h][0][p]), sums[h][1][p]), set1_int(weights[h].start));
-            store(part + h * part_step + kPartHeader + offset + p * kLanes, mul(to_float(both), set1(weights[h].scale)));
+            const Vi both = add(add(times_256(sums[h][0][p]), sums[h][1][p]), set1_int(weights.starts[h]));
+            store(part + h * part_step + kPartHeader + offset + p * kLanes, mul(to_float(both), set1(weights.scales[h])));
         }
 }
 
 template <int HEADS>
-inline void sum_heads(const Seen& seen, const uint8_t* const* values, int64_t dim, const ByteWeights* weights, float* part,
+inline void sum_heads(const Seen& seen, const uint8_t* const* values, int64_t dim, const ByteWeights& weights, float* part,
                       Fetcher& ahead) {
     int64_t offset = 0;
     for (; offset + 2 * kLanes <= dim; offset += 2 * kLanes)  // four vectors at once have fewer loads and are slower
@@ -291,49 +307,65 @@ inline Fetcher share_of_next(const uint8_t* keys, const uint8_t* values, int64_t
             (key_lines + value_lines) / num_rows / calls + 1};
 }
 
+// Blocks of a chunk as a row sees them.
+struct RowBlocks {
+    Seen seen;
+    const uint8_t *keys[kChunkBlocks], *values[kChunkBlocks];
+    const float* value_scales[kChunkBlocks];
+    alignas(64) float edge_scales[kChunkBlocks][kKeyBlock];
+
+    // Returns whether it sees anything. `own` has room for blocks that the row puts together for itself.
+    bool find(const AttendJob& job, const AttendRow& row, uint8_t* own) {
+        const int64_t dim = job.head_dim, key_bytes = key_block_bytes(dim), value_bytes = value_block_bytes(dim);
+        const int64_t first = max_of(row.first - job.begin, 0), last = min_of(row.last - job.begin, kKeyChunk - 1);
+        if (first > last) return false;
+        seen = {first / kKeyBlock, last / kKeyBlock + 1, first, last};
+        const uint8_t* all_keys = static_cast<const uint8_t*>(job.keys);
+        const uint8_t* all_values = static_cast<const uint8_t*>(job.values);
+        for (int64_t b = seen.begin; b < seen.end; ++b) {
+            const int64_t start = job.begin + b * kKeyBlock, end = min_of(row.last, start + kKeyBlock - 1);
+            keys[b] = all_keys + start / kKeyBlock * key_bytes;
+            values[b] = all_values + start / kKeyBlock * value_bytes;
+            if (row.chain != nullptr && end >= job.length) {  // positions of a drafted path lie anywhere behind the length
+                uint8_t* own_keys = own + b * (key_bytes + value_bytes);
+                uint8_t* own_values = own_keys + key_bytes;
+                if (start < job.length) {
+                    __builtin_memcpy(own_keys, keys[b], static_cast<size_t>(key_bytes));
+                    __builtin_memcpy(own_values, values[b], static_cast<size_t>(value_bytes));
+                }
+                for (int64_t p = max_of(start, job.length); p <= end; ++p) {
+                    copy_key(all_keys, job.length + row.chain[p - job.length], own_keys, p - start, dim);
+                    copy_value(all_values, job.length + row.chain[p - job.length], own_values, p - start, dim);
+                }
+                keys[b] = own_keys;
+                values[b] = own_values;
+            }
+            value_scales[b] = reinterpret_cast<const float*>(values[b] + value_bytes - kKeyBlock * 4);
+            const int64_t low = max_of(first - b * kKeyBlock, 0), high = min_of(last - b * kKeyBlock, kKeyBlock - 1);
+            if (low > 0 || high < kKeyBlock - 1) {  // unused places of a cache may hold anything
+                __builtin_memset(edge_scales[b], 0, sizeof edge_scales[b]);
+                __builtin_memcpy(edge_scales[b] + low, value_scales[b] + low, static_cast<size_t>(high - low + 1) * sizeof(float));
+                value_scales[b] = edge_scales[b];
+            }
+        }
+        return true;
+    }
+};
+
 template <int HEADS>
 void attend_bytes_row(const AttendJob& job, int64_t row_index) {
     const AttendRow& row = job.rows[row_index];
     const bool is_first = row_index == 0;
     const int64_t dim = job.head_dim, key_bytes = key_block_bytes(dim), value_bytes = value_block_bytes(dim);
-    const int64_t first = max_of(row.first - job.begin, 0), last = min_of(row.last - job.begin, kKeyChunk - 1);
-    if (first > last) {
+    alignas(64) uint8_t own[kChunkBlocks * (key_block_bytes(kMaxHeadDim) + value_block_bytes(kMaxHeadDim))];
+    RowBlocks blocks;
+    if (!blocks.find(job, row, own)) {
         for (int h = 0; h < HEADS; ++h) row.part[h * part_floats(dim)] = -__builtin_inff();
         return;
     }
-    const Seen seen{first / kKeyBlock, last / kKeyBlock + 1, first, last};
+    const Seen& seen = blocks.seen;
     const uint8_t* all_keys = static_cast<const uint8_t*>(job.keys);
     const uint8_t* all_values = static_cast<const uint8_t*>(job.values);
-    alignas(64) uint8_t own[kChunkBlocks * (key_block_bytes(kMaxHeadDim) + value_block_bytes(kMaxHeadDim))];
-    alignas(64) float edge_scales[kChunkBlocks][kKeyBlock];
-    const uint8_t *keys[kChunkBlocks], *values[kChunkBlocks];
-    const float* value_scales[kChunkBlocks] = {};
-    for (int64_t b = seen.begin; b < seen.end; ++b) {
-        const int64_t start = job.begin + b * kKeyBlock, end = min_of(row.last, start + kKeyBlock - 1);
-        keys[b] = all_keys + start / kKeyBlock * key_bytes;
-        values[b] = all_values + start / kKeyBlock * value_bytes;
-        if (row.chain != nullptr && end >= job.length) {  // positions of a drafted path lie anywhere behind the length
-            uint8_t* own_keys = own + b * (key_bytes + value_bytes);
-            uint8_t* own_values = own_keys + key_bytes;
-            if (start < job.length) {
-                __builtin_memcpy(own_keys, keys[b], static_cast<size_t>(key_bytes));
-                __builtin_memcpy(own_values, values[b], static_cast<size_t>(value_bytes));
-            }
-            for (int64_t p = max_of(start, job.length); p <= end; ++p) {
-                copy_key(all_keys, job.length + row.chain[p - job.length], own_keys, p - start, dim);
-                copy_value(all_values, job.length + row.chain[p - job.length], own_values, p - start, dim);
-            }
-            keys[b] = own_keys;
-            values[b] = own_values;
-        }
-        value_scales[b] = reinterpret_cast<const float*>(values[b] + value_bytes - kKeyBlock * 4);
-        const int64_t low = max_of(first - b * kKeyBlock, 0), high = min_of(last - b * kKeyBlock, kKeyBlock - 1);
-        if (low > 0 || high < kKeyBlock - 1) {  // unused places of a cache may hold anything
-            __builtin_memset(edge_scales[b], 0, sizeof edge_scales[b]);
-            __builtin_memcpy(edge_scales[b] + low, value_scales[b] + low, static_cast<size_t>(high - low + 1) * sizeof(float));
-            value_scales[b] = edge_scales[b];
-        }
-    }
     if (is_first) fetch_blocks(all_keys, key_bytes, job.begin / kKeyBlock, seen);
     const auto query = [&](int h) { return RoundedQuery(static_cast<const int8_t*>(row.queries) + h * query_bytes(dim), dim); };
     const RoundedQuery queries[4] = {query(0), query(HEADS > 1 ? 1 : 0), query(HEADS > 2 ? 2 : 0), query(HEADS > 3 ? 3 : 0)};
@@ -342,25 +374,37 @@ void attend_bytes_row(const AttendJob& job, int64_t row_index) {
     Fetcher ahead = share_of_next(all_keys + after * key_bytes, all_values + after * value_bytes, dim, row_index, job.num_rows);
     if (row.last < job.begin + kKeyChunk) ahead.step = 0;
     for (int64_t b = seen.begin; b < seen.end; ++b)
-        score_bytes<HEADS>(keys[b], num_groups(dim), queries, scores, b * kKeyBlock, ahead);
+        score_bytes<HEADS>(blocks.keys[b], num_groups(dim), queries, scores, b * kKeyBlock, ahead);
     if (is_first) fetch_blocks(all_values, value_bytes, job.begin / kKeyBlock, seen);
-    ByteWeights weights[HEADS];
-    weigh_scores<HEADS>(seen, value_scales, scores, row.part, part_floats(dim), weights);
+    alignas(64) int8_t terms[kChunkBlocks][HEADS][2][kKeyBlock];
+    int32_t starts[HEADS];
+    float scales[HEADS];
+    const ByteWeights weights{terms[0][0][0], sizeof terms[0], starts, scales};
+    Softmax<HEADS> softmax{seen, blocks.value_scales, scores, row.part, part_floats(dim), weights, {}};
+    softmax.find_largest();
+    softmax.weigh();
+    softmax.round();
     if constexpr (HEADS == 4) {  // their sums would not fit the registers
-        sum_heads<2>(seen, values, dim, weights, row.part, ahead);
-        sum_heads<2>(seen, values, dim, weights + 2, row.part + 2 * part_floats(dim), ahead);
+        const ByteWeights others{terms[0][2][0], sizeof terms[0], starts + 2, scales + 2};
+        sum_heads<2>(seen, blocks.values, dim, weights, row.part, ahead);
+        sum_heads<2>(seen, blocks.values, dim, others, row.part + 2 * part_floats(dim), ahead);
     } else {
-        sum_heads<HEADS>(seen, values, dim, weights, row.part, ahead);
+        sum_heads<HEADS>(seen, blocks.values, dim, weights, row.part, ahead);
     }
 }
 
+template <int HEADS>
+void attend_bytes_rows(const AttendJob& job) {
+    for (int64_t r = 0; r < job.num_rows; ++r) attend_bytes_row<HEADS>(job, r);
+}
+
 void attend_bytes(const AttendJob* job) {
-    for (int64_t r = 0; r < job->num_rows; ++r) switch (job->num_heads) {
-            case 1: attend_bytes_row<1>(*job, r); break;
-            case 2: attend_bytes_row<2>(*job, r); break;
-            case 3: attend_bytes_row<3>(*job, r); break;
-            default: attend_bytes_row<4>(*job, r); break;
-        }
+    switch (job->num_heads) {
+        case 1: return attend_bytes_rows<1>(*job);
+        case 2: return attend_bytes_rows<2>(*job);
+        case 3: return attend_bytes_rows<3>(*job);
+        default: return attend_bytes_rows<4>(*job);
+    }
 }
 
 }  // namespace

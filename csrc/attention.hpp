@@ -103,9 +103,11 @@ struct RowRun {
 };
 
 // All rows and heads of an attention, cut into items that threads may take in any way: a group (a run of rows and heads
-// that share keys) is one item, or, where groups are few, one item per chunk of positions. The parts of the chunks are
-// joined in their order, so that neither the cut nor the threads change a bit.
+// that share keys) is one item, or, where groups are few, one item per stretch of kJoinedChunks chunks of positions, or per
+// chunk. The parts of a stretch's chunks are joined in their order, and then those of the stretches, so that neither the cut
+// nor the threads change a bit.
 struct Attention {
+    static constexpr std::int64_t kJoinedChunks = 4;
     const Kernels* kernels;
     const RowPlan* plan;
     Heads heads;
@@ -116,33 +118,40 @@ struct Attention {
     float* outputs;
     std::int64_t output_stride;
     std::int64_t rows_per_item = 1, heads_per_item = 1;
-    bool is_split = false;
-    std::uint8_t* rounded = nullptr;  // [row][head][query_bytes], of caches in bytes
-    float* parts = nullptr;  // [group][chunk][row][head][part_floats], where split
+    std::int64_t chunks_per_item = 0;  // 1 or kJoinedChunks, or 0: all
+    std::uint8_t* rounded = nullptr;  // [key/value head][row][head][query_bytes], of caches in bytes
+    float* parts = nullptr;  // [item][row][head][part_floats], where items are chunks or stretches
     std::vector<RowRun> runs = {};
-    std::vector<std::int64_t> first_chunks = {};  // [run + 1]: chunks of the runs before it
+    std::vector<std::int64_t> run_chunks = {};    // [run]: chunks of positions
+    std::vector<std::int64_t> first_items = {};   // [run + 1]: items of one group of heads in the runs before it
     std::vector<std::int64_t> run_blocks = {};    // [run]: blocks of positions
     std::unique_ptr<std::atomic<std::int64_t>[]> num_done = {};  // [group]: chunks of all layers so far
 
     // lengths[sequence]: cached positions. How many rows of a sequence and heads that share keys go together: reading a
     // key has a price of its own, but too few items leave threads idle.
     void choose_items(int num_threads, const std::vector<std::int64_t>& lengths) {
-        std::int64_t best = INT64_MAX, best_rows = 1, best_heads = 1;
+        std::int64_t best = INT64_MAX, best_rows = 1, best_heads = 1, best_chunks = 0;
         for (rows_per_item = kAttendRows; rows_per_item >= 1; rows_per_item /= 2) {
             cut_runs(lengths);
-            for (heads_per_item = heads.group() < 4 ? heads.group() : 4; heads_per_item >= 1; --heads_per_item) {
-                const std::int64_t cost = estimate_cost(num_threads);
-                if (cost >= best) continue;
-                best = cost;
-                best_rows = rows_per_item;
-                best_heads = heads_per_item;
-            }
+            for (heads_per_item = heads.group() < 4 ? heads.group() : 4; heads_per_item >= 1; --heads_per_item)
+                for (const std::int64_t chunks : {std::int64_t{0}, kJoinedChunks, std::int64_t{1}}) {
+                    chunks_per_item = chunks;
+                    if (chunks > 0 && !may_split(num_threads)) break;
+                    const std::int64_t cost = estimate_cost(num_threads);
+                    if (cost >= best) continue;
+                    best = cost;
+                    best_rows = rows_per_item;
+                    best_heads = heads_per_item;
+                    best_chunks = chunks;
+                }
         }
         rows_per_item = best_rows;
         heads_per_item = best_heads;
+        chunks_per_item = best_chunks;
         cut_runs(lengths);
-        is_split = splits(num_threads);
-        if (!is_split) return;
+        first_items.assign(1, 0);
+        for (const std::int64_t chunks : run_chunks) first_items.push_back(first_items.back() + items_of(chunks));
+        if (chunks_per_item == 0) return;
         num_done.reset(new std::atomic<std::int64_t>[static_cast<std::size_t>(num_groups())]);
         for (std::int64_t group = 0; group < num_groups(); ++group) num_done[static_cast<std::size_t>(group)] = 0;
     }
@@ -150,18 +159,19 @@ struct Attention {
     std::int64_t num_runs() const { return static_cast<std::int64_t>(runs.size()); }
     std::int64_t num_groups() const { return num_runs() * heads.num_kv_heads * items_per_group(); }
     std::int64_t num_items() const {
-        return (is_split ? first_chunks.back() : num_runs()) * heads.num_kv_heads * items_per_group();
+        return first_items.back() * heads.num_kv_heads * items_per_group();
     }
     // Bytes of `rounded`.
     std::int64_t rounded_bytes() const {
-        return is_bytes ? static_cast<std::int64_t>(plan->rows.size()) * heads.num_heads * query_bytes(heads.head_dim) : 0;
+        const std::int64_t count = static_cast<std::int64_t>(plan->rows.size()) * heads.num_heads + kQueriesBehind;
+        return is_bytes ? count * query_bytes(heads.head_dim) : 0;
     }
     // To be done for all rows and heads before the first item, where the cache is in bytes.
     void round_query(std::int64_t row, std::int64_t head) const {
         kernels->round_query(queries + row * query_stride + head * heads.head_dim, heads.head_dim, scale, rounded_at(row, head));
     }
     // Bytes of `parts`.
-    std::int64_t parts_bytes() const { return is_split ? num_items() * part_stride() * 4 : 0; }
+    std::int64_t parts_bytes() const { return chunks_per_item > 0 ? num_items() * part_stride() * 4 : 0; }
 
     struct Done {
         std::int64_t row, num_rows, first_head, num_heads;
@@ -170,7 +180,7 @@ struct Attention {
     // views[sequence]; a window of 0 sees all positions. Items run over rows first, so that neighbours read the same keys.
     // Returns the outputs that are ready now, maybe none.
     Done run_item(std::int64_t item, const KeyRows* views, std::int64_t window) const {
-        return is_split ? run_chunk(item, views, window) : run_group(item, views, window);
+        return chunks_per_item == 0 ? run_group(item, views, window) : run_part(item, views, window);
     }
 
    private:
@@ -188,12 +198,17 @@ struct Attention {
     };
 
     std::uint8_t* rounded_at(std::int64_t row, std::int64_t head) const {
-        return rounded + (row * heads.num_heads + head) * query_bytes(heads.head_dim);
+        const std::int64_t num_rows = static_cast<std::int64_t>(plan->rows.size()), group = heads.group();
+        return rounded + ((head / group * num_rows + row) * group + head % group) * query_bytes(heads.head_dim);
     }
 
     const void* queries_of(std::int64_t row, std::int64_t head) const {
         if (is_bytes) return rounded_at(row, head);
         return queries + row * query_stride + head * heads.head_dim;
+    }
+
+    std::int64_t items_of(std::int64_t chunks) const {
+        return chunks_per_item == 0 ? 1 : (chunks + chunks_per_item - 1) / chunks_per_item;
     }
 
     std::int64_t part_stride() const { return rows_per_item * heads_per_item * part_floats(heads.head_dim); }
@@ -253,37 +268,58 @@ struct Attention {
 
     static constexpr std::int64_t kMostFloats = kAttendRows * 4 * (kPartHeader + kMaxHeadDim);
 
-    Done run_group(std::int64_t item, const KeyRows* views, std::int64_t window) const {
-        Group group;
-        const std::int64_t run = item % num_runs();
-        describe_group(run, item / num_runs(), views, window, group);
-        alignas(64) float part[kMostFloats], state[kMostFloats];
+    // The part of a stretch of chunks from `first` on.
+    void attend_stretch(Group& group, std::int64_t first, std::int64_t end, float* state) const {
+        alignas(64) float part[kMostFloats];
         clear(group, state);
-        const std::int64_t count = first_chunks[static_cast<std::size_t>(run + 1)] - first_chunks[static_cast<std::size_t>(run)];
-        for (std::int64_t chunk = 0; chunk < count; ++chunk) {
+        for (std::int64_t chunk = first; chunk < std::min(first + kJoinedChunks, end); ++chunk) {
             if (!group.sees(chunk * kKeyChunk)) continue;
             attend_chunk(group, chunk * kKeyChunk, part);
             join(group, part, state);
         }
+    }
+
+    Done run_group(std::int64_t item, const KeyRows* views, std::int64_t window) const {
+        Group group;
+        const std::int64_t run = item % num_runs(), end = run_chunks[static_cast<std::size_t>(run)];
+        describe_group(run, item / num_runs(), views, window, group);
+        alignas(64) float stretch[kMostFloats], state[kMostFloats];
+        attend_stretch(group, 0, end, state);
+        for (std::int64_t first = kJoinedChunks; first < end; first += kJoinedChunks) {
+            attend_stretch(group, first, end, stretch);
+            join(group, stretch, state);
+        }
         return finish(group, state);
     }
 
-    // One chunk of a group; whoever does the last one joins them.
-    Done run_chunk(std::int64_t item, const KeyRows* views, std::int64_t window) const {
-        const std::int64_t all = first_chunks.back(), part = item / all, at = item % all;
+    // One chunk or stretch of a group; whoever does the last one joins them.
+    Done run_part(std::int64_t item, const KeyRows* views, std::int64_t window) const {
+        const std::int64_t all = first_items.back(), part = item / all, at = item % all;
         std::int64_t run = 0;
-        while (first_chunks[static_cast<std::size_t>(run + 1)] <= at) ++run;
-        const std::int64_t start = first_chunks[static_cast<std::size_t>(run)];
-        const std::int64_t count = first_chunks[static_cast<std::size_t>(run + 1)] - start;
+        while (first_items[static_cast<std::size_t>(run + 1)] <= at) ++run;
+        const std::int64_t start = first_items[static_cast<std::size_t>(run)], count = first_items[static_cast<std::size_t>(run + 1)] - start;
         Group group;
         describe_group(run, part, views, window, group);
-        attend_chunk(group, (at - start) * kKeyChunk, parts + item * part_stride());
+        float* own = parts + item * part_stride();
+        if (chunks_per_item == 1)
+            attend_chunk(group, (at - start) * kKeyChunk, own);
+        else
+            attend_stretch(group, (at - start) * kJoinedChunks, run_chunks[static_cast<std::size_t>(run)], own);
         auto& done = num_done[static_cast<std::size_t>(part * num_runs() + run)];
         if ((done.fetch_add(1, std::memory_order_acq_rel) + 1) % count != 0) return {0, 0, 0, 0};
-        alignas(64) float state[kMostFloats];
+        alignas(64) float stretch[kMostFloats], state[kMostFloats];
+        const float* first = parts + (part * all + start) * part_stride();
         clear(group, state);
-        for (std::int64_t chunk = 0; chunk < count; ++chunk)
-            join(group, parts + (part * all + start + chunk) * part_stride(), state);
+        for (std::int64_t i = 0; i < count;) {
+            const float* joined = first + i++ * part_stride();
+            if (chunks_per_item == 1) {
+                clear(group, stretch);
+                join(group, joined, stretch);
+                for (; i % kJoinedChunks != 0 && i < count; ++i) join(group, first + i * part_stride(), stretch);
+                joined = stretch;
+            }
+            join(group, joined, state);
+        }
         return finish(group, state);
     }
 
@@ -291,7 +327,7 @@ struct Attention {
     void cut_runs(const std::vector<std::int64_t>& lengths) {
         runs.clear();
         run_blocks.clear();
-        first_chunks.assign(1, 0);
+        run_chunks.clear();
         const std::int64_t num_rows = static_cast<std::int64_t>(plan->rows.size());
         for (std::int64_t begin = 0, end; begin < num_rows; begin = end) {
             const std::int32_t sequence = plan->rows[static_cast<std::size_t>(begin)].sequence;
@@ -310,27 +346,27 @@ struct Attention {
             most = std::max(most, length + plan->rows[static_cast<std::size_t>(row)].num_own);
         runs.push_back(run);
         run_blocks.push_back((most + kKeyBlock - 1) / kKeyBlock);
-        first_chunks.push_back(first_chunks.back() + (most + kKeyChunk - 1) / kKeyChunk);
+        run_chunks.push_back((most + kKeyChunk - 1) / kKeyChunk);
     }
 
-    bool splits(int num_threads) const {
-        return num_threads > 1 && num_groups() < 8 * num_threads && first_chunks.back() > num_runs();
-    }
+    bool may_split(int num_threads) const { return num_threads > 1 && num_groups() < 8 * num_threads; }
 
-    // The time of all threads at most, where each takes an item whenever it is done with one (Graham, 1969): all work, and
-    // the largest item for every thread but one.
+    // The time of all threads at most, where each takes an item whenever it is done with one: all work, and the largest item
+    // for every thread but one (Graham, 1969); or as many items as come to a thread, each of them the largest.
     std::int64_t estimate_cost(int num_threads) const {
         constexpr std::int64_t kChunkBlocks = kKeyChunk / kKeyBlock;
-        const bool is_by_chunk = splits(num_threads);
-        std::int64_t all = 0, largest = 0;
+        std::int64_t all = 0, largest = 0, num_items = 0;
         for (std::size_t run = 0; run < runs.size(); ++run) {
-            const std::int64_t chunks = first_chunks[run + 1] - first_chunks[run];
             const std::int64_t block_cost = 2 * heads_per_item * runs[run].count, chunk_cost = kChunkBlocks * kernels->attend_setup;
-            const std::int64_t whole = chunks * chunk_cost + run_blocks[run] * block_cost;
-            all += whole;
-            largest = std::max(largest, is_by_chunk ? chunk_cost + std::min(run_blocks[run], kChunkBlocks) * block_cost : whole);
+            const std::int64_t longest = chunks_per_item == 0 ? run_chunks[run] : std::min(run_chunks[run], chunks_per_item);
+            const std::int64_t joins = chunks_per_item == 0 ? 0 : block_cost;  // the item's part costs about what a block does
+            num_items += items_of(run_chunks[run]);
+            all += run_chunks[run] * chunk_cost + run_blocks[run] * block_cost + items_of(run_chunks[run]) * joins;
+            largest = std::max(largest, longest * chunk_cost + std::min(run_blocks[run], longest * kChunkBlocks) * block_cost + joins);
         }
-        return all * heads.num_kv_heads * items_per_group() + largest * (num_threads - 1);
+        const std::int64_t groups = heads.num_kv_heads * items_per_group();
+        const std::int64_t most_items = (num_items * groups + num_threads - 1) / num_threads;
+        return std::min(all * groups + largest * (num_threads - 1), most_items * largest * num_threads);
     }
 };
 

@@ -82,7 +82,9 @@ constexpr int64_t value_block_bytes(int64_t head_dim) {
     return ((head_dim + kLanes - 1) / kLanes * kLanes + 4) * kKeyBlock;
 }
 
-// A rounded query: int8 values [groups][32], for each group a scale, and for each what sums start from.
+// A rounded query: int8 values [groups][32], for each group a scale, and for each what sums start from. Behind the last one
+// tiles may read up to kQueriesBehind more, whatever they hold.
+enum { kQueriesBehind = 16 };
 constexpr int64_t query_bytes(int64_t head_dim) { return (num_groups(head_dim) * (kGroup + 8) + 63) / 64 * 64; }
 
 inline int64_t part_floats(int64_t head_dim) { return kPartHeader + (head_dim + kLanes - 1) / kLanes * kLanes; }

@@ -664,7 +664,7 @@ void finish_attention(const float* state, int64_t head_dim, float* out) {
 #include "attend_impl.hpp"
 #include "choose_impl.hpp"
 
-#define SAKIYOMI_KERNELS(name, attend_setup, linear_quantized)                                                     \
+#define SAKIYOMI_KERNELS(name, attend_setup, linear_quantized, attend_bytes)                                       \
     {                                                                                                              \
         name, attend_setup, linear_quantized, linear_dense, quantize, rms_norm, rope, from_half, quantize_run,      \
             round_query, attend_bytes, attend_float, join_part, finish_attention, silu_mul, add_rows, argmax, scan_lanes, scan_blocks,      \

@@ -3,5 +3,5 @@
 #include "kernels_impl.hpp"
 
 namespace sakiyomi {
-const Kernels kPortableKernels = SAKIYOMI_KERNELS("portable", 3, linear_quantized);
+const Kernels kPortableKernels = SAKIYOMI_KERNELS("portable", 3, linear_quantized, attend_bytes);
 }  // namespace sakiyomi

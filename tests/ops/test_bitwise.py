@@ -115,6 +115,19 @@ def test_causal_rows_in_chunks(rng: np.random.Generator, count: int) -> None:
         assert same_bits(np.concatenate(parts), together)
 
 
+@pytest.mark.parametrize("length", [380, 520, 1100])
+@pytest.mark.parametrize("window", [None, 130, 600])
+def test_long_contexts_in_any_items(rng: np.random.Generator, length: int, window: int | None) -> None:
+    rows = Rows(rng, NativeOps(threads=1), length, 9, 64)
+    together = rows.attend(slice(None), length, Causal((0, 9)), window)
+    assert same_bits(np.concatenate([rows.one_by_one(range(i), window) for i in range(1, 10)]), together)
+    for threads in (2, 3, 8):
+        rows.ops = NativeOps(threads=threads)
+        for count in range(1, 10):
+            part = rows.attend(slice(count), length, Causal((0, count)), window)
+            assert same_bits(part, together[:count]), (threads, count)
+
+
 def test_chain_without_a_cache_equals_the_cache(rng: np.random.Generator) -> None:
     ops = NativeOps(dtype="float32", threads=2)
     rows = Rows(rng, ops, 0, 70, 64)

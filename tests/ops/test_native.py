@@ -489,10 +489,35 @@ print(digest.hexdigest())
 """
 
 
-def test_matrix_unit_gives_the_same_bits() -> None:
+PRINT_ATTENTION = """-c\0
+import hashlib
+import numpy as np
+from sakiyomi.ops.base import Causal, KVSlots, Past, Tree
+from sakiyomi.ops.native import NativeOps
+rng, digest = np.random.default_rng(5), hashlib.sha256()
+for heads, groups, dim in [(9, 3, 64), (4, 4, 64), (4, 2, 128), (8, 2, 64), (3, 1, 80)]:
+    keys, values = NativeOps(threads=1).new_kv(1, groups, dim, 800)
+    keys[:], values[:] = 255, 255
+    past = Past([KVSlots(keys, values, 0)])
+    k, v = (rng.standard_normal((700, groups, dim)).astype(np.float32) for _ in range(2))
+    NativeOps(threads=1).store(past, k, v, (0, 700))
+    for length in (0, 100, 127, 128, 600, 650):
+        past = Past([KVSlots(keys, values, length)])
+        for rows in (1, 2, 3, 4, 7, 8, 9, 40):
+            q = (5 * rng.standard_normal((rows, heads, dim))).astype(np.float32)
+            parents = np.array([rng.integers(max(-1, i - 3), i) for i in range(rows)], np.int32)
+            causal, tree = Causal((0, rows)), Tree(parents, (0, rows))
+            for threads, mask, window in [(1, causal, None), (2, causal, 150), (2, tree, None)]:
+                digest.update(NativeOps(threads=threads).attend(q, k[:rows], v[:rows], past, mask, window).tobytes())
+print(digest.hexdigest())
+"""
+
+
+@pytest.mark.parametrize("program", [PRINT_PRODUCTS, PRINT_ATTENTION])
+def test_matrix_unit_gives_the_same_bits(program: str) -> None:
     if "amx" not in native.list_isas():
         pytest.skip("this machine has no amx")
-    results = [run_python(PRINT_PRODUCTS, isa) for isa in ("avx512", "amx")]
+    results = [run_python(program, isa) for isa in ("avx512", "amx")]
     assert results[0].returncode == 0, results[0].stderr[-3000:]
     assert len(results[0].stdout.strip()) == 64
     assert results[0].stdout == results[1].stdout
