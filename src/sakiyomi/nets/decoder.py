@@ -187,7 +187,6 @@ class Decoder:
         self.norm = loader.vector("model.norm.weight")
         self.embedding = loader.rows("model.embed_tokens.weight", self.vocab_size)
         self.head = self.embedding if config.tied else loader.rows("lm_head.weight", self.vocab_size)
-        self._language_head = LanguageHead(self.norm, config.eps, self.head)
 
     def forward(
         self,
@@ -216,7 +215,7 @@ class Decoder:
         ((start, layers, spec),) = self._stretches(0, self.config.num_layers)
         self._stretch_rows[start, len(layers)] += len(token_ids)
         here = None if past is None else past.at(start)
-        best_of = self._language_head if wants_best else None
+        best_of = LanguageHead(self.norm, self.config.eps, self.head) if wants_best else None
         return self.ops.decoder_pass(
             token_ids, self.embedding, layers, spec, positions, here, mask, logit_rows, taps, best_of
         )
