@@ -199,12 +199,7 @@ bool fits_tiles(const AttendJob& job) {
 
 void attend_bytes_amx(const AttendJob* job) {
     if (!fits_tiles(*job)) return attend_bytes(job);
-    switch (job->num_heads) {
-        case 1: return attend_pairs<1>(*job);
-        case 2: return attend_pairs<2>(*job);
-        case 3: return attend_pairs<3>(*job);
-        default: return attend_pairs<4>(*job);
-    }
+    with_heads(*job, [&](auto heads) { attend_pairs<decltype(heads)::value>(*job); });
 }
 
 }  // namespace

@@ -393,18 +393,10 @@ void attend_bytes_row(const AttendJob& job, int64_t row_index) {
     }
 }
 
-template <int HEADS>
-void attend_bytes_rows(const AttendJob& job) {
-    for (int64_t r = 0; r < job.num_rows; ++r) attend_bytes_row<HEADS>(job, r);
-}
-
 void attend_bytes(const AttendJob* job) {
-    switch (job->num_heads) {
-        case 1: return attend_bytes_rows<1>(*job);
-        case 2: return attend_bytes_rows<2>(*job);
-        case 3: return attend_bytes_rows<3>(*job);
-        default: return attend_bytes_rows<4>(*job);
-    }
+    with_heads(*job, [&](auto heads) {
+        for (int64_t r = 0; r < job->num_rows; ++r) attend_bytes_row<decltype(heads)::value>(*job, r);
+    });
 }
 
 }  // namespace

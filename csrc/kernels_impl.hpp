@@ -629,13 +629,24 @@ void attend_heads(const AttendJob& job) {
         }
 }
 
-void attend_float(const AttendJob* job) {
-    switch (job->num_heads) {
-        case 1: return attend_heads<1>(*job);
-        case 2: return attend_heads<2>(*job);
-        case 3: return attend_heads<3>(*job);
-        default: return attend_heads<4>(*job);
+template <int HEADS>
+struct HeadCount {
+    enum { value = HEADS };
+};
+
+// use(HeadCount<n>()) with the number of heads of a job.
+template <class Use>
+inline void with_heads(const AttendJob& job, Use&& use) {
+    switch (job.num_heads) {
+        case 1: return use(HeadCount<1>());
+        case 2: return use(HeadCount<2>());
+        case 3: return use(HeadCount<3>());
+        default: return use(HeadCount<4>());
     }
+}
+
+void attend_float(const AttendJob* job) {
+    with_heads(*job, [&](auto heads) { attend_heads<decltype(heads)::value>(*job); });
 }
 
 void join_part(const float* part, int64_t head_dim, float* state) {

@@ -97,11 +97,6 @@ class SamplingParams:
         """Whether the choice depends on which tokens came before."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
-    @cached_property
-    def treats_ids_alike(self) -> bool:
-        """Whether logits are taken as they are, once `min_tokens` have been answered."""
-        return not self.logit_bias and not self.has_penalties
-
 
 def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     if not isinstance(stop, str | Sequence | None):

@@ -266,7 +266,7 @@ def depends_on_ids(history: History) -> bool:
 
 def treats_ids_unalike(params: SamplingParams, num_new: int) -> bool:
     """`depends_on_ids` where `num_new` tokens have been answered before."""
-    return num_new < params.min_tokens or not params.treats_ids_alike
+    return num_new < params.min_tokens or bool(params.logit_bias) or params.has_penalties
 
 
 def takes_the_best(history: History) -> bool:

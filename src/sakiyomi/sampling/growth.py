@@ -16,7 +16,7 @@ import numpy as np
 
 from sakiyomi.noise import PURPOSE_DRAFT, Randomness
 from sakiyomi.ops.base import DraftRoom
-from sakiyomi.sampling.choose import Float32s, Ids, depends_on_ids, rank
+from sakiyomi.sampling.choose import Float32s, Ids, depends_on_ids, rank, treats_ids_unalike
 from sakiyomi.sampling.distributions import Law, law_at, law_of
 from sakiyomi.tree import ROOT, Draft, TreeBuilder
 from sakiyomi.types import DrawMode, History, Output, Sequence
@@ -224,8 +224,7 @@ def takes_the_best(sequence: Sequence, draw: DrawMode) -> bool:
     """Whether `Growth` takes the largest of the logits as they are, at every node."""
     # Deeper nodes are further from the prompt, so no parameter begins to act below the root.
     params = sequence.params
-    is_long = len(sequence.tokens) - sequence.num_prompt >= params.min_tokens
-    return (draw == "argmax" or params.is_greedy) and params.treats_ids_alike and is_long
+    return (draw == "argmax" or params.is_greedy) and not treats_ids_unalike(params, sequence.num_new)
 
 
 def log_confidence(min_confidence: float) -> float:
