@@ -390,6 +390,8 @@ class Caches {
     void extend(const std::vector<std::int64_t>& counts) {
         for (std::size_t s = 0; s < entries_.size(); ++s) entries_[s].length += counts[s];
     }
+    // Moves rows of a sequence to other slots at all layers, one after the other.
+    void move(std::size_t sequence, const std::vector<std::int64_t>& source, const std::vector<std::int64_t>& target) const;
     KeyRows at(std::size_t sequence, std::int64_t layer) const {
         const Entry& e = entries_[sequence];
         const std::int64_t heads = layer * num_kv_heads_;
@@ -439,6 +441,16 @@ struct HeadSlots {
         put_key(bytes, slot, head_dim, values, scales);
     }
 
+    void move(std::int64_t source, std::int64_t target) const {
+        if (!is_bytes) {
+            float* rows = static_cast<float*>(start);
+            __builtin_memmove(rows + target * head_dim, rows + source * head_dim, static_cast<std::size_t>(head_dim) * sizeof(float));
+            return;
+        }
+        std::uint8_t* bytes = static_cast<std::uint8_t*>(start);
+        (is_value ? copy_value : copy_key)(bytes, source, bytes, target, head_dim);
+    }
+
     // The row as floats.
     void get(std::int64_t slot, float* out) const {
         if (!is_bytes) {
@@ -460,6 +472,15 @@ inline HeadSlots head_slots(const KeyRows& cache, std::int64_t kv_head, std::int
     char* start = is_value ? static_cast<char*>(cache.values) + kv_head * cache.value_head_bytes
                            : static_cast<char*>(cache.keys) + kv_head * cache.key_head_bytes;
     return {start, head_dim, is_bytes, is_value};
+}
+
+inline void Caches::move(std::size_t sequence, const std::vector<std::int64_t>& source, const std::vector<std::int64_t>& target) const {
+    for (std::int64_t layer = 0; layer < num_layers_; ++layer)
+        for (std::int64_t head = 0; head < num_kv_heads_; ++head)
+            for (const bool is_value : {false, true}) {
+                const HeadSlots slots = head_slots(at(sequence, layer), head, head_dim_, is_bytes_, is_value);
+                for (std::size_t i = 0; i < source.size(); ++i) slots.move(source[i], target[i]);
+            }
 }
 
 }  // namespace sakiyomi

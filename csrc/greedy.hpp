@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "arrays.hpp"
+#include "burst.hpp"
 #include "choose.hpp"
 #include "parallel.hpp"
 
@@ -23,6 +24,21 @@ inline bool rank_sharp(float* logits, std::int64_t num_ids, float sharpness, std
 // has left the caches by then: it took 7 of the 10 microseconds of giving a draft. Fields that are left out have defaults.
 struct NewDraft {
     nb::object object;
+
+    // A draft of these nodes; it has no confidences where all are 1.
+    static nb::object of(const std::vector<DraftNode>& nodes) {
+        const auto tuple_of = [&](auto&& value) {
+            nb::object tuple = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(nodes.size())));
+            for (std::size_t i = 0; i < nodes.size(); ++i) PyTuple_SET_ITEM(tuple.ptr(), i, nb::cast(value(nodes[i])).release().ptr());
+            return tuple;
+        };
+        const bool is_certain = std::all_of(nodes.begin(), nodes.end(), [](const DraftNode& node) { return node.confidence == 1; });
+        NewDraft draft;
+        draft.set("tokens", tuple_of([](const DraftNode& node) { return node.token; }));
+        draft.set("parents", tuple_of([](const DraftNode& node) { return node.parent; }));
+        if (!is_certain) draft.set("confidences", tuple_of([](const DraftNode& node) { return node.confidence; }));
+        return draft.object;
+    }
 
     NewDraft() {
         static PyObject* type = nullptr;  // set while the GIL is held; a guarded static could wait for a thread that needs it
@@ -103,23 +119,21 @@ class GreedyTree {
         return chosen;
     }
 
-    // The `Draft` of the nodes that are drafted; it has no confidences where all are 1.
-    nb::object give(double lowest) const {
+    // The nodes that are drafted, as a draft holds them.
+    std::vector<DraftNode> list(double lowest) const {
         const std::vector<std::int64_t> chosen = select(lowest);
-        const auto tuple_of = [&](auto&& value) {
-            nb::object tuple = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(chosen.size())));
-            for (std::size_t i = 0; i < chosen.size(); ++i)
-                PyTuple_SET_ITEM(tuple.ptr(), i, nb::cast(value(nodes[static_cast<std::size_t>(chosen[i])])).release().ptr());
-            return tuple;
-        };
         const auto place_of = [&](std::int64_t node) { return std::find(chosen.begin(), chosen.end(), node) - chosen.begin(); };
-        const bool is_certain = std::all_of(nodes.begin(), nodes.end(), [](const Node& node) { return node.confidence == 0; });
-        NewDraft draft;
-        draft.set("tokens", tuple_of([](const Node& node) { return node.token; }));
-        draft.set("parents", tuple_of([&](const Node& node) { return node.parent == kRoot ? kRoot : place_of(node.parent); }));
-        if (!is_certain) draft.set("confidences", tuple_of([](const Node& node) { return std::exp(node.confidence); }));
-        return draft.object;
+        std::vector<DraftNode> listed;
+        for (const std::int64_t number : chosen) {
+            const Node& node = nodes[static_cast<std::size_t>(number)];
+            const std::int64_t parent = node.parent == kRoot ? kRoot : place_of(node.parent);
+            listed.push_back({static_cast<std::int32_t>(node.token), static_cast<std::int32_t>(parent), std::exp(node.confidence)});
+        }
+        return listed;
     }
+
+    // Their `Draft`.
+    nb::object give(double lowest) const { return NewDraft::of(list(lowest)); }
 
    private:
     void keep_best(std::vector<std::int64_t>& some, std::int64_t count, double lowest) const {

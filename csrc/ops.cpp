@@ -193,11 +193,11 @@ void move_slots(Out<std::uint8_t, nb::ndim<4>> keys, Out<std::uint8_t, nb::ndim<
     for (const auto& slots : {source, target})
         for (const std::int64_t slot : slots) check(slot >= 0 && slot < num_slots, "a slot is outside the cache.");
     for (std::int64_t head = 0; head < size_of(keys, 0) * size_of(keys, 1); ++head) {
-        std::uint8_t* head_keys = keys.data() + head * size_of(keys, 2) * size_of(keys, 3);
-        std::uint8_t* head_values = values.data() + head * size_of(values, 2) * size_of(values, 3);
+        const HeadSlots head_keys{keys.data() + head * size_of(keys, 2) * size_of(keys, 3), head_dim, true, false};
+        const HeadSlots head_values{values.data() + head * size_of(values, 2) * size_of(values, 3), head_dim, true, true};
         for (std::size_t i = 0; i < source.size(); ++i) {
-            copy_key(head_keys, source[i], head_keys, target[i], head_dim);
-            copy_value(head_values, source[i], head_values, target[i], head_dim);
+            head_keys.move(source[i], target[i]);
+            head_values.move(source[i], target[i]);
         }
     }
 }

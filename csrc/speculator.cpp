@@ -91,6 +91,8 @@ class MlpStep {
     }
 
     std::int64_t num_ids() const { return head_->num_outputs; }
+    std::int64_t left_width() const { return fuse_->num_inputs; }
+    void check_left(const Matrix& left, std::int64_t num_rows) const { check_shape("left", left, num_rows, left_width()); }
     std::int64_t vocab_size() const { return embedding_->num_outputs; }
 
     // Whether another step can follow this one.
@@ -124,18 +126,16 @@ class MlpStep {
 
     // Grows greedy trees behind `ids`, one for each row: this is the first step of each, `advance` all further ones. A level
     // appends the `width` best children to each node of the frontier, and the `width` best of them go on, while they are
-    // believed with `lowest`. Returns false where logits are damaged.
-    bool grow(const MlpStep& advance, const Matrix& left, const std::vector<std::int32_t>& ids, const std::int64_t* vocabulary,
+    // believed with `lowest`. Returns false where logits are damaged. Call it without the GIL.
+    bool grow(const MlpStep& advance, const float* left, const std::vector<std::int32_t>& ids, const std::int64_t* vocabulary,
               float sharpness, std::int64_t width, double lowest, std::vector<GreedyTree>& trees, int num_threads) const {
         const std::int64_t num_trees = static_cast<std::int64_t>(trees.size());
-        check_left(left, num_trees);
         for (const std::int32_t id : ids) check_id(id);
         if (num_trees == 0) return true;
         std::int64_t deepest = 0;
         for (const GreedyTree& tree : trees) deepest = std::max(deepest, tree.max_depth);
         const int team_size = useful_threads(num_trees, num_threads);
         const std::int64_t most = num_trees * std::min(width, num_ids());
-        nb::gil_scoped_release released;
         Pool::Lease lease(team_size);
         const std::size_t room = std::max(Space(*this, &advance, num_trees, team_size, nullptr).num_bytes,
                                           Space(advance, &advance, most, team_size, nullptr).num_bytes);
@@ -152,7 +152,7 @@ class MlpStep {
             thread_local Frontier frontier;
             frontier.tokens = ids;
             frontier.above.clear();
-            fuse(left.data(), Space(*this, &advance, num_trees, team_size, scratch), raw, team, rank);
+            fuse(left, Space(*this, &advance, num_trees, team_size, scratch), raw, team, rank);
             const MlpStep* step = this;
             for (std::int64_t depth = 1; !frontier.tokens.empty(); ++depth) {
                 const std::int64_t num_rows = static_cast<std::int64_t>(frontier.tokens.size());
@@ -260,7 +260,6 @@ class MlpStep {
         sums_ = sums.data(), token_rows_ = rows.data();
     }
 
-    void check_left(const Matrix& left, std::int64_t num_rows) const { check_shape("left", left, num_rows, fuse_->num_inputs); }
     void check_id(std::int32_t id) const { check(id >= 0 && id < vocab_size(), "an id is out of range."); }
 
     // Tiny nets are not worth barriers.
@@ -420,7 +419,7 @@ class MlpStep {
 };
 
 // Greedy drafts of an MLP speculator.
-class MlpDrafts {
+class MlpDrafts : public DraftSource {
    public:
     // start: the first step of each draft, advance: all further ones; logits are of `vocabulary`, and are multiplied with
     // `sharpness` before they are looked at. For width and lowest see MlpStep::grow.
@@ -440,9 +439,24 @@ class MlpDrafts {
         std::vector<std::int32_t> tokens;
         for (nb::handle id : ids) tokens.push_back(nb::cast<std::int32_t>(id));
         std::vector<GreedyTree> trees = start_trees(static_cast<std::int64_t>(tokens.size()), rooms);
-        const bool is_sound = start_->grow(*advance_, left, tokens, vocabulary_, sharpness_, width_, lowest_, trees, num_threads_);
+        start_->check_left(left, static_cast<std::int64_t>(trees.size()));
+        const bool is_sound = [&] {
+            nb::gil_scoped_release released;
+            return start_->grow(*advance_, left.data(), tokens, vocabulary_, sharpness_, width_, lowest_, trees, num_threads_);
+        }();
         return give_all(trees, std::vector<char>(trees.size(), is_sound), lowest_);
     }
+
+    bool guess(std::int32_t last, const float* taps, const Room& room, std::vector<DraftNode>& nodes) override {
+        std::vector<GreedyTree> trees(1);
+        trees[0].max_depth = room.max_depth, trees[0].max_nodes = room.max_nodes, trees[0].end_ids = *room.end_ids;
+        trees[0].frontier = {GreedyTree::kRoot};
+        if (!start_->grow(*advance_, taps, {last}, vocabulary_, sharpness_, width_, lowest_, trees, num_threads_)) return false;
+        nodes = trees[0].list(lowest_);
+        return true;
+    }
+
+    std::int64_t tap_width() const override { return start_->left_width(); }
 
    private:
     std::vector<nb::object> kept_;
@@ -465,8 +479,8 @@ void bind_speculator(nanobind::module_& m) {
              arg("embedding"), arg("head"), arg("token_sums").none(), arg("token_rows").none(), arg("eps"))
         .def("run", &MlpStep::run, arg("left").noconvert(), arg("ids").noconvert(), arg("states").noconvert(),
              arg("logits").noconvert(), arg("threads"));
-    nb::class_<MlpDrafts>(m, "MlpDrafts")
+    nb::class_<MlpDrafts, DraftSource>(m, "MlpDrafts")
         .def(nb::init<nb::object, nb::object, nb::object, float, std::int64_t, double, int>(), arg("start"), arg("advance"),
              arg("vocabulary"), arg("sharpness"), arg("width"), arg("lowest"), arg("threads"))
-        .def("draft", &MlpDrafts::draft, arg("left").noconvert(), arg("ids"), arg("rooms"));
+        .def("__call__", &MlpDrafts::draft, arg("left").noconvert(), arg("ids"), arg("rooms"));
 }

@@ -10,6 +10,7 @@
 
 #include "arrays.hpp"
 #include "attention.hpp"
+#include "burst.hpp"
 #include "greedy.hpp"
 #include "head.hpp"
 #include "kernels.hpp"
@@ -422,6 +423,41 @@ class DecoderStack {
         if (best) find_best_ids(out.data(), static_cast<std::int64_t>(asked.size()), *head, norm->data(), eps, best->data(), num_threads, nullptr);
     }
 
+    // Several steps of greedy decoding behind `last`, the last token of a text whose other ones stand in the cache, by rules
+    // (`BurstRules` of ops/base.py), from `first_taps` [1, T * H], those of the position in front of `last`, or None. The taps of
+    // the rows that stay go to `kept` [K, T * H], which bounds their number. Gives the fields of `BurstStep` for each step.
+    nb::list run_burst(const PackedWeight& embedding, std::int32_t last, Matrix table, const nb::list& keys, const nb::list& values,
+                       std::int64_t length, std::int64_t capacity, std::int64_t first_layer, const std::vector<std::int64_t>& taps,
+                       std::optional<Matrix> first_taps, Out<float, nb::ndim<2>> kept, const nb::tuple& rules, const PackedWeight& head,
+                       Vector norm, float eps, int num_threads) const {
+        const std::int64_t hidden = sizes_.hidden, width = hidden * static_cast<std::int64_t>(taps.size());
+        check(layers_.front().input_norm != nullptr, "a layer lacks a norm.");
+        check_equal("what the first layer reads", hidden, sizes_.read);
+        check_equal("the width of the embedding", embedding.num_inputs, hidden);
+        check_equal("the width of the head", head.num_inputs, hidden);
+        check_equal("the outputs of the head", head.num_outputs, embedding.num_outputs);
+        check_equal("the length of the norm's weight", static_cast<std::int64_t>(norm.shape(0)), hidden);
+        check_equal("the width of the table", static_cast<std::int64_t>(table.shape(1)), sizes_.heads.head_dim);
+        check_equal("the width of kept", static_cast<std::int64_t>(kept.shape(1)), width);
+        if (first_taps) check_equal("the width of first_taps", static_cast<std::int64_t>(first_taps->shape(1)), width);
+        check(!first_taps || first_taps->shape(0) == 1, "first_taps must be one row.");
+        check(length >= 0 && capacity <= static_cast<std::int64_t>(table.shape(0)), "a position is outside the table.");
+        check_tokens(&last, 1, embedding);
+        check_tap_layers(taps);
+        Burst burst(rules, width);
+        const PendingRows pending(1);
+        const Caches caches(keys, values, {capacity}, {0, 0}, pending, sizes_.heads.num_kv_heads, sizes_.heads.head_dim);
+        check_layers(caches, first_layer);
+        BurstPass pass{*this, embedding, table.data(), Caches(keys, values, {length}, {0, 0}, pending, sizes_.heads.num_kv_heads, sizes_.heads.head_dim),
+                       capacity, first_layer, taps, kept.data(), static_cast<std::int64_t>(kept.shape(0)), width, head, norm.data(), eps,
+                       check_threads(num_threads, kMaxThreads)};
+        {
+            nb::gil_scoped_release released;
+            burst.run(last, first_taps ? first_taps->data() : nullptr, pass);
+        }
+        return give_steps(burst);
+    }
+
     // A pass of a drafter's head over features [R, H] and the tokens beside them; see Ends.
     // ends: (embedding, embed_norm, feature_norm, norm_before_residual, final_norm, head).
     void run_head(Matrix features, Ints ids, const nb::tuple& ends, Ints positions, Matrix table, const nb::list& keys,
@@ -579,6 +615,70 @@ class DecoderStack {
     }
 
    private:
+    // The passes of a burst.
+    struct BurstPass {
+        const DecoderStack& stack;
+        const PackedWeight& embedding;
+        const float* table;
+        Caches caches;
+        std::int64_t capacity, first_layer;
+        const std::vector<std::int64_t>& tap_layers;
+        float* kept;
+        std::int64_t room, width;
+        const PackedWeight& head;
+        const float* norm;
+        float eps;
+        int num_threads;
+        std::vector<std::int64_t> best = {};
+        std::vector<float> embedded = {}, states = {}, tapped = {};
+
+        bool has_room(std::int64_t num_rows) const { return caches.lengths()[0] + num_rows <= capacity && num_rows <= room; }
+
+        void run(std::int32_t last, const std::vector<DraftNode>& nodes) {
+            const std::size_t num_rows = nodes.size() + 1, hidden = static_cast<std::size_t>(stack.sizes_.hidden);
+            const std::int64_t count = static_cast<std::int64_t>(num_rows);
+            std::vector<std::int32_t> positions{static_cast<std::int32_t>(caches.lengths()[0])}, parents{-1};
+            embedded.resize(num_rows * hidden), states.resize(num_rows * hidden), best.resize(num_rows);
+            tapped.resize(num_rows * static_cast<std::size_t>(width));
+            unpack_row(embedding, last, embedded.data());
+            for (std::size_t i = 0; i < nodes.size(); ++i) {
+                parents.push_back(nodes[i].parent + 1);
+                positions.push_back(positions[static_cast<std::size_t>(nodes[i].parent + 1)] + 1);
+                unpack_row(embedding, nodes[i].token, embedded.data() + (i + 1) * hidden);
+            }
+            Taps taps{tap_layers, {}, width};
+            for (std::size_t i = 0; i < tap_layers.size(); ++i) taps.rows.push_back(tapped.data() + i * hidden);
+            const RowPlan plan = RowPlan::trees({0, count}, parents.data(), count, PendingRows(1));
+            stack.execute_rows(count, embedded.data(), positions.data(), table, plan, caches, first_layer, taps, states.data(), num_threads, {});
+            find_best_ids(states.data(), count, head, norm, eps, best.data(), num_threads, nullptr);
+        }
+
+        const float* keep(const std::vector<std::int64_t>& rows) {
+            const std::int64_t length = caches.lengths()[0], count = static_cast<std::int64_t>(rows.size());
+            std::vector<std::int64_t> source, target;
+            for (std::int64_t i = 0; i < count; ++i) {
+                const std::int64_t row = rows[static_cast<std::size_t>(i)];
+                std::memcpy(kept + i * width, tapped.data() + row * width, static_cast<std::size_t>(width) * sizeof(float));
+                if (row != i) source.push_back(length + row), target.push_back(length + i);
+            }
+            if (!source.empty()) caches.move(0, source, target);
+            caches.extend({count});
+            kept += count * width, room -= count;
+            return width == 0 ? nullptr : kept - width;
+        }
+    };
+
+    static nb::list give_steps(const Burst& burst) {
+        nb::list steps;
+        for (const Burst::Step& step : burst.steps) {
+            nb::list asked;
+            for (const Burst::Asked& one : step.asked)
+                asked.append(nb::make_tuple(one.source, one.count, one.is_trial, one.seconds, NewDraft::of(one.nodes), one.gains, one.kinds));
+            steps.append(nb::make_tuple(nb::tuple(nb::cast(step.tokens)), step.num_accepted, step.num_draft, step.num_tried, step.draft_s, step.pass_s, asked));
+        }
+        return steps;
+    }
+
     Ends read_ends(const nb::tuple& ends, const Ints& ids, std::int64_t num_rows) const {
         const std::int64_t hidden = sizes_.hidden;
         check_equal("the number of ends", static_cast<std::int64_t>(ends.size()), 6);
@@ -852,6 +952,7 @@ class DecoderStack {
 void bind_stack(nanobind::module_& m) {
     using namespace sakiyomi;
     using nb::arg;
+    nb::class_<DraftSource>(m, "DraftSource");
     nb::class_<DecoderStack>(m, "DecoderStack")
         .def(nb::init<const nb::list&, std::int64_t, std::int64_t, std::int64_t, float>(), arg("layers"),
              arg("num_heads"), arg("num_kv_heads"), arg("head_dim"), arg("eps"))
@@ -862,6 +963,9 @@ void bind_stack(nanobind::module_& m) {
              arg("keys"), arg("values"), arg("lengths"), arg("pending"), arg("layer"), arg("bounds"), arg("parents").none(), arg("taps"),
              arg("tapped").noconvert().none(), arg("asked"), arg("out").noconvert(), arg("head").none(), arg("norm").noconvert().none(),
              arg("eps"), arg("best").noconvert().none(), arg("threads"))
+        .def("run_burst", &DecoderStack::run_burst, arg("embedding"), arg("last"), arg("table").noconvert(), arg("keys"), arg("values"),
+             arg("length"), arg("capacity"), arg("layer"), arg("taps"), arg("first_taps").noconvert().none(), arg("kept").noconvert(), arg("rules"),
+             arg("head"), arg("norm").noconvert(), arg("eps"), arg("threads"))
         .def("run_head", &DecoderStack::run_head, arg("features").noconvert(), arg("ids").noconvert(), arg("ends"),
              arg("positions").noconvert(), arg("table").noconvert(), arg("keys"), arg("values"), arg("lengths"), arg("pending"),
              arg("layer"), arg("bounds"), arg("parents").noconvert().none(), arg("normed").noconvert(), arg("out").noconvert(),

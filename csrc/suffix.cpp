@@ -12,6 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "burst.hpp"
+
 namespace nb = nanobind;
 
 namespace {
@@ -327,6 +329,30 @@ nb::tuple grow_tree(const Automaton& automaton, std::int32_t state, std::int32_t
                           to_tuple(tree.confidences, [](double x) { return PyFloat_FromDouble(x); }));
 }
 
+// Drafts from an automaton over the text itself, of which each token that is committed becomes a part.
+class SuffixSource : public sakiyomi::DraftSource {
+public:
+    SuffixSource(nb::object automaton, std::int32_t width, std::int32_t min_match, double min_confidence, double doubt)
+        : kept_(automaton), automaton_(nb::cast<Automaton*>(automaton)), limits_{0, 0, width, min_match, min_confidence, doubt} {}
+
+    bool guess(std::int32_t, const float*, const sakiyomi::Room& room, std::vector<sakiyomi::DraftNode>& nodes) override {
+        Limits limits = limits_;
+        limits.max_nodes = static_cast<std::int32_t>(room.max_nodes);
+        limits.max_depth = static_cast<std::int32_t>(room.max_depth);
+        const auto [state, length] = automaton_->match_suffix();
+        const Tree tree = automaton_->grow_tree(state, length, limits);
+        for (std::size_t i = 0; i < tree.tokens.size(); ++i) nodes.push_back({tree.tokens[i], tree.parents[i], tree.confidences[i]});
+        return true;
+    }
+
+    void extend(const std::vector<std::int32_t>& tokens) override { automaton_->extend(tokens); }
+
+private:
+    nb::object kept_;
+    Automaton* automaton_;
+    Limits limits_;
+};
+
 }  // namespace
 
 void bind_suffix(nb::module_& m) {
@@ -345,4 +371,7 @@ void bind_suffix(nb::module_& m) {
         .def_prop_ro("num_edges", &Automaton::num_edges)
         .def_prop_ro("num_bytes", &Automaton::num_bytes)
         .def_prop_ro("num_used_bytes", &Automaton::num_used_bytes);
+    nb::class_<SuffixSource, sakiyomi::DraftSource>(m, "SuffixSource")
+        .def(nb::init<nb::object, std::int32_t, std::int32_t, double, double>(), arg("automaton"), arg("width"), arg("min_match"),
+             arg("min_confidence"), arg("doubt"));
 }

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from sakiyomi.ops.base import BurstStep
 from sakiyomi.sampling.choose import TokenLogprobs, log_probs, takes_the_best
 from sakiyomi.tree import ROOT, Draft
 from sakiyomi.types import Array, Drafter, Model, ModelInfo, Output, Sequence, Span, Verdict, Verifier
@@ -81,8 +82,8 @@ def advance(
 
 def prefill(model: Model, drafter: Drafter, sequence: Sequence, chunk: int = PREFILL_CHUNK) -> None:
     """Feed every committed token but the last, so that there is one place where tokens are chosen."""
-    left = _num_left(sequence, model.info)
-    sequence.cache.expect(len(sequence.tokens) + min(left, EXPECTED_TOKENS) + SPARE_ROWS)
+    expected = min(num_left(sequence, model.info), EXPECTED_TOKENS)
+    sequence.cache.expect(len(sequence.tokens) + expected + SPARE_ROWS)
     while sequence.cache.length < len(sequence.tokens) - 1:
         prefill_chunk(model, drafter, sequence, chunk)
 
@@ -102,7 +103,7 @@ def propose(drafter: Drafter, sequences: Seq[Sequence], budgets: Seq[int], info:
 
     A drafter that raises, or whose draft is invalid, costs speed and nothing else: that step is a plain one.
     """
-    depths = [_num_left(sequence, info) - 1 for sequence in sequences]
+    depths = [num_left(sequence, info) - 1 for sequence in sequences]
     budgets = [max(min(budget, depth), 0) for budget, depth in zip(budgets, depths, strict=True)]
     if info.draft_shape == "none" or not any(budgets):
         return [Draft.empty() for _ in sequences]
@@ -138,12 +139,40 @@ def _propose_alone(drafter: Drafter, sequence: Sequence, budget: int, info: Mode
         return Draft.empty()
 
 
-def _num_left(sequence: Sequence, info: ModelInfo) -> int:
+def num_left(sequence: Sequence, info: ModelInfo) -> int:
     """Tokens that the sequence may still emit."""
     left = info.max_model_len - len(sequence.tokens)
     if sequence.params.max_tokens is not None:
         left = min(left, sequence.params.max_tokens - sequence.num_new)
     return left
+
+
+def commit_burst(sequence: Sequence, found: BurstStep, info: ModelInfo) -> Step:
+    """Commit what a step of a burst emitted, up to the first token that finishes the sequence."""
+    sequence.num_steps += 1
+    num_emitted = 0
+    for token in found.tokens:
+        sequence.tokens.append(token)
+        num_emitted += 1
+        if _finish(sequence, token, info):
+            break
+    num_accepted, num_tried = min(found.num_accepted, num_emitted), min(found.num_tried, num_emitted)
+    return Step(found.tokens[:num_emitted], num_accepted, found.num_draft, None, 0, num_tried)
+
+
+def observe_burst(drafter: Drafter, sequence: Sequence, start: int, taps: Array | None) -> None:
+    """Tell the drafter of the positions from `start` on that a burst fed.
+
+    Positions behind the end of the sequence, which a stop string may have brought forward, are dropped.
+    """
+    length = len(sequence.tokens) - 1
+    is_longer = sequence.cache.length > length
+    if is_longer:
+        sequence.cache.truncate(length)
+    if length > start:
+        _observe(drafter, sequence, start, sequence.tokens[start:length], None if taps is None else taps[: length - start])
+    if is_longer:
+        rewind(drafter, sequence, length)
 
 
 def _span(sequence: Sequence, draft: Draft, taps: tuple[int, ...], wants_best: bool = False) -> Span:
@@ -198,7 +227,7 @@ def _finish(sequence: Sequence, token: int, info: ModelInfo) -> bool:
     stop = None if sequence.watcher is None else sequence.watcher.push(token)
     if stop is not None:
         sequence.finish_reason, sequence.stop_reason = "stop", stop
-    elif _num_left(sequence, info) <= 0:
+    elif num_left(sequence, info) <= 0:
         sequence.finish_reason = "length"
     return sequence.finish_reason is not None
 

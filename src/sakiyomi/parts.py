@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sakiyomi.tree import Draft, Probes
-from sakiyomi.types import Array, Drafter, Sequence
+from sakiyomi.types import Array, BurstSource, Drafter, Sequence
 
 
 class PartsDrafter(Drafter):
@@ -24,6 +24,14 @@ class PartsDrafter(Drafter):
         """The drafts of one part."""
         with self._lend_memos(index, sequences):
             return self.parts[index].propose(sequences, budgets)
+
+    def ask_burst_source(self, index: int, sequence: Sequence) -> BurstSource | None:
+        """What drafts as one part does within a burst, whose taps are those of all parts."""
+        part = self.parts[index]
+        if part.taps and part.taps != self.taps:
+            return None
+        with self._lend_memos(index, [sequence]):
+            return part.burst_source(sequence)
 
     def sources(self) -> Seq[Drafter]:
         return [_Part(self, index) for index in range(len(self.parts))]
@@ -99,3 +107,6 @@ class _Part(Drafter):
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         return self._whole.ask(self._index, sequences, budgets)
+
+    def burst_source(self, sequence: Sequence) -> BurstSource | None:
+        return self._whole.ask_burst_source(self._index, sequence)

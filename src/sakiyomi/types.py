@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -422,6 +422,21 @@ class DrafterContext:
     tuned: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
+class BurstSource(NamedTuple):
+    """What drafts for one sequence within a burst (`Ops.greedy_burst`), where no Python runs.
+
+    Attributes:
+        drafts: an object of the ops' own that does it.
+        max_depth, max_nodes: of a draft.
+        taps: the taps [1, D] of the last position fed, or None where none are read.
+    """
+
+    drafts: Any
+    max_depth: int
+    max_nodes: int
+    taps: Array | None = None
+
+
 class Drafter(Protocol):
     """Guesses. Only `propose` is required of an implementation; derive from this class to inherit the rest.
 
@@ -460,8 +475,15 @@ class Drafter(Protocol):
         sequence.memo = None
 
     def sources(self) -> Seq[Drafter]:
-        """The drafters that a budget may ask apart, the cheap ones first; only their `propose` is used."""
+        """The drafters that a budget may ask apart, the cheap ones first; none if it never drafts.
+
+        Of these `propose` and `burst_source` are used.
+        """
         return [self]
+
+    def burst_source(self, sequence: Sequence) -> BurstSource | None:
+        """What drafts the same for a sequence without Python, from all that was observed; None where nothing does."""
+        return None
 
 
 class Verifier(Protocol):
@@ -473,6 +495,8 @@ class Verifier(Protocol):
     is_lossless: Lossless
     draw: DrawMode = "coupled"
     """How drafters that can choose shall find their tokens."""
+    follows_choices: bool = False
+    """Whether it takes just the tokens that plain decoding chooses, so that whoever knows these need not ask it."""
 
     def verify(self, draft: Draft, output: Output, sequence: Sequence) -> Verdict:
         """Judge `draft`; `output` has the root's row first, then one row per node."""

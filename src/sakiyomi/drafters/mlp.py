@@ -27,7 +27,7 @@ from sakiyomi.plugins import check_growth
 from sakiyomi.sampling.distributions import KeyedRandomness
 from sakiyomi.sampling.growth import Growth, SubsetCandidates, draft_at_once, fill_in, log_confidence, takes_the_best
 from sakiyomi.tree import Draft
-from sakiyomi.types import Array, Drafter, DrafterContext, DrafterFile, DrawMode, Lent, Sequence
+from sakiyomi.types import Array, BurstSource, Drafter, DrafterContext, DrafterFile, DrawMode, Lent, Sequence
 
 KIND = "mlp"
 
@@ -156,6 +156,14 @@ class MlpDrafter(Drafter):
         # A memo is never changed, so that sequences that fork may share it.
         if taps is not None and len(tokens):
             sequence.memo = _Memo(start + len(tokens), taps[len(tokens) - 1 : len(tokens)])
+
+    def burst_source(self, sequence: Sequence) -> BurstSource | None:
+        if not self.ops.has_bursts or not takes_the_best(sequence, self.draw):
+            return None
+        room = self._find_room(sequence, self._max_nodes)
+        if room.max_depth == 0:
+            return None
+        return BurstSource(self._draft_rows, room.max_depth, room.max_nodes, sequence.memo.taps)
 
     def rewind(self, sequence: Sequence, length: int) -> None:
         if isinstance(sequence.memo, _Memo) and sequence.memo.length > length:

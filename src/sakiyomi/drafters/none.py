@@ -21,3 +21,6 @@ class NoneDrafter(Drafter):
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         return [Draft.empty() for _ in sequences]
+
+    def sources(self) -> Seq[Drafter]:
+        return []

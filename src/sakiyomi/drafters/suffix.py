@@ -11,14 +11,15 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from sakiyomi.errors import ParameterError
-from sakiyomi.lookup.automaton import Automaton, new_automaton
+from sakiyomi.lookup.automaton import Automaton, new_automaton, new_source
 from sakiyomi.lookup.prediction import PredictionReader
 from sakiyomi.lookup.store import StoreReader, TextStore, open_store
 from sakiyomi.plugins import MAX_DRAFT_TOKENS, check_bounds
 from sakiyomi.tree import Draft, expected_length
-from sakiyomi.types import Drafter, DrafterContext, Sequence
+from sakiyomi.types import BurstSource, Drafter, DrafterContext, Sequence
 
 NUM_LEAD_TOKENS = 16
 """Tokens of the prompt that the store keeps in front of an answer, so that its beginning can be found."""
@@ -78,6 +79,18 @@ class SuffixDrafter(Drafter):
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         return [self._propose(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
 
+    def burst_source(self, sequence: Sequence) -> BurstSource | None:
+        if self.store is not None or sequence.prediction is not None:
+            return None
+        memo, config = self._read(sequence), self.config
+        if memo.source is None:
+            memo.source = new_source(
+                memo.automaton, config.width, config.min_match, config.min_confidence, config.doubt
+            )
+        if memo.source is None:
+            return None
+        return BurstSource(memo.source, config.num_speculative_tokens, config.num_speculative_tokens)
+
     def forget(self, sequence: Sequence) -> None:
         # At a new turn of a chat the sequence is the new one, and the memo that of the turn before.
         if self.store is not None and isinstance(sequence.memo, _Memo):
@@ -88,10 +101,7 @@ class SuffixDrafter(Drafter):
         max_nodes = min(budget, self.config.num_speculative_tokens)
         if max_nodes <= 0:
             return Draft.empty()
-        memo = sequence.memo
-        if not isinstance(memo, _Memo):
-            memo = sequence.memo = _Memo(sequence, self.store)
-        memo.read(sequence)
+        memo = self._read(sequence)
         best = self._grow(memo.automaton, *memo.automaton.match_suffix(), max_nodes)
         if memo.store_reader is None and memo.prediction is None:
             return best
@@ -99,6 +109,13 @@ class SuffixDrafter(Drafter):
         if memo.prediction is not None:
             others.append(memo.prediction.draft(max_nodes, self.config.min_confidence))
         return max([best, *others], key=expected_length)
+
+    def _read(self, sequence: Sequence) -> _Memo:
+        memo = sequence.memo
+        if not isinstance(memo, _Memo):
+            memo = sequence.memo = _Memo(sequence, self.store)
+        memo.read(sequence)
+        return memo
 
     def _grow_from_store(self, memo: _Memo, max_nodes: int) -> Draft:
         assert self.store is not None
@@ -128,15 +145,15 @@ class _Memo:
     def __init__(self, sequence: Sequence, store: TextStore | None) -> None:
         self.tokens = sequence.tokens
         self.automaton = new_automaton()
+        self.source: Any = None
         self.store_reader = None if store is None else StoreReader(store)
         self.prediction = None if sequence.prediction is None else PredictionReader(sequence.prediction)
         self._num_prompt = sequence.num_prompt
-        self._num_read = 0
 
     def read(self, sequence: Sequence) -> None:
         """Take in what the sequence got since the last call."""
         self.tokens = sequence.tokens
-        num_read, self._num_read = self._num_read, len(self.tokens)
+        num_read = len(self.automaton)  # a burst extends it too
         self.automaton.extend(self.tokens[num_read:])
         if self.prediction is not None:
             self.prediction.read(self.tokens[max(num_read, self._num_prompt) :])

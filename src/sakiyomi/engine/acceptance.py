@@ -90,6 +90,11 @@ class Acceptance:
             believed = self._rate(FIRST_OF_DEPTHS + depth, believed)
             yield believed
 
+    def lines(self) -> tuple[list[float], list[float]]:
+        """For each kind by confidence how `judge` believes a node given its parent: offset + slope * its share."""
+        offsets = [self._rate(kind, 0.0) for kind in range(FIRST_OF_DEPTHS)]
+        return offsets, [self._rate(kind, 1.0) - offset for kind, offset in enumerate(offsets)]
+
     def _rate(self, kind: int, believed: float) -> float:
         return self._own.rate(kind, self._shared.rate(kind, believed))
 

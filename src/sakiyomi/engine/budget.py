@@ -19,16 +19,18 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Literal, Protocol, get_args
 from weakref import WeakKeyDictionary
 
-from sakiyomi.decode import Step, propose
-from sakiyomi.engine.acceptance import FADE_SHARED, Acceptance, Rates
+from sakiyomi.decode import Step, num_left, propose
+from sakiyomi.engine.acceptance import EDGES, FADE_SHARED, FIRST_OF_DEPTHS, Acceptance, Rates
 from sakiyomi.engine.costs import DraftCosts, PassCosts
 from sakiyomi.errors import ParameterError
+from sakiyomi.ops.base import BurstRules, BurstStep, SourceRules
 from sakiyomi.plan.speedup import count_worthwhile, survivals
 from sakiyomi.tree import ROOT, SAMPLED, Draft, merge_drafts
-from sakiyomi.types import Drafter, ModelInfo, Sequence
+from sakiyomi.types import Array, BurstSource, Drafter, ModelInfo, Sequence
 
 BudgetName = Literal["auto", "adaptive", "fixed"]
 MAX_DRAFT_NODES = 64
@@ -57,6 +59,9 @@ NUM_PLAIN, PLAIN_PAUSE = 3, 256
 
 Without them a run that always drafts would not know what its drafts cost."""
 
+MAX_BURST_STEPS, MAX_BURST_SECONDS = 16, 0.025
+"""Of a burst: long enough that Python no longer counts, short enough for a stream and for what is learnt."""
+
 FADE_RATE = 0.97
 """Of the run's speed: some thirty steps count."""
 
@@ -78,6 +83,15 @@ class Plan:
     draft_s: float = 0.0
 
 
+@dataclass(eq=False)
+class BurstPlan:
+    """What a burst goes by; for `first_taps` see `Ops.greedy_burst`, `curve` as in `Plan`."""
+
+    rules: BurstRules
+    first_taps: Array | None = None
+    curve: Seq[float] = ()
+
+
 class Budget(Protocol):
     """Decides how much is drafted and checked."""
 
@@ -87,6 +101,14 @@ class Budget(Protocol):
 
     def record(self, sequences: Seq[Sequence], plan: Plan, steps: Seq[Step], seconds: float) -> None:
         """What the step did, and how long everything behind the proposal took."""
+        ...
+
+    def plan_burst(self, sequence: Sequence, cap: int, info: ModelInfo) -> BurstPlan | None:
+        """What the next steps of a sequence may go by without asking again; None where the next one has to ask."""
+        ...
+
+    def record_burst(self, sequence: Sequence, plan: BurstPlan, found: BurstStep, context: int) -> None:
+        """What a step of it did, which has been committed, behind a cache of `context` positions."""
         ...
 
 
@@ -100,6 +122,19 @@ class FixedBudget:
         return Plan(propose(self._drafter, sequences, caps, info))
 
     def record(self, sequences: Seq[Sequence], plan: Plan, steps: Seq[Step], seconds: float) -> None:
+        return None
+
+    def plan_burst(self, sequence: Sequence, cap: int, info: ModelInfo) -> BurstPlan | None:
+        rules = _burst_rules(sequence, info, [0.0] * (MAX_DRAFT_NODES + 2), 0.0)
+        if cap <= 0 or not self._drafter.sources():
+            return BurstPlan(rules)
+        own = self._drafter.burst_source(sequence)
+        if own is None:
+            return None
+        whole = _free_rules(own, cap, [0.0] * FIRST_OF_DEPTHS, [1.0] * FIRST_OF_DEPTHS)
+        return BurstPlan(rules._replace(sources=(whole,)), own.taps)
+
+    def record_burst(self, sequence: Sequence, plan: BurstPlan, found: BurstStep, context: int) -> None:
         return None
 
 
@@ -253,10 +288,14 @@ class AdaptiveBudget:
 
     def _is_due(self, source: _Source, outlook: _Outlook, sequence: Sequence, curve: Seq[float]) -> bool:
         """Whether to try a source that does not seem to pay."""
-        if outlook.pause == 1:  # the trial before this one went well
-            return True
+        return sequence.num_steps - outlook.last_asked >= self._rest(source, outlook, curve)
+
+    def _rest(self, source: _Source, outlook: _Outlook, curve: Seq[float]) -> int:
+        """Steps behind which a source is tried again."""
+        if outlook.pause == 1:  # the trial before went well
+            return 0
         fair = source.costs.seconds(1) / (EXPLORED_SHARE * curve[1])
-        return sequence.num_steps - outlook.last_asked >= max(outlook.pause, min(fair, MAX_PAUSE))
+        return max(outlook.pause, ceil(min(fair, MAX_PAUSE)))
 
     def _choose(self, plan: Plan, caps: Seq[int], num_sequences: int, curve: Seq[float]) -> None:
         """Keep the nodes that are worth their time."""
@@ -303,12 +342,97 @@ class AdaptiveBudget:
         self._tokens = FADE_RATE * self._tokens + num_tokens / len(sequences)
         self._steps = FADE_RATE * self._steps + (spent + plan.draft_s) / curve[len(sequences)]
 
+    # ------------------------------------------------------------------------------------------ bursts
+
+    def plan_burst(self, sequence: Sequence, cap: int, info: ModelInfo) -> BurstPlan | None:
+        curve = self._passes.curve(sequence.cache.length, 32)
+        rules = _burst_rules(sequence, info, curve, self._rate(1, curve))
+        plan = BurstPlan(rules, curve=curve)
+        if cap <= 0:
+            return plan
+        if self._must_be_plain(1):
+            plan.rules = rules._replace(max_steps=max(NUM_PLAIN - self._num_plain[1], 1))
+            return plan
+        sources = []
+        for source, outlook in zip(self._sources, self._outlooks_of(sequence), strict=True):
+            own = source.drafter.burst_source(sequence)
+            if not source.costs.is_known or (own is None and self._is_free(source, curve)):
+                return None
+            if own is not None and own.taps is not None:
+                plan.first_taps = own.taps
+            sources.append(self._source_rules(source, outlook, own, cap, sequence, curve))
+        plan.rules = rules._replace(
+            sources=tuple(sources), max_steps=min(rules.max_steps, PLAIN_PAUSE - self._since_plain)
+        )
+        return plan
+
+    def _source_rules(
+        self,
+        source: _Source,
+        outlook: _Outlook,
+        own: BurstSource | None,
+        cap: int,
+        sequence: Sequence,
+        curve: Seq[float],
+    ) -> SourceRules:
+        offsets, slopes = outlook.acceptance.lines()
+        if own is not None and self._is_free(source, curve):
+            return _free_rules(own, cap, offsets, slopes)
+        most = min(cap, MAX_ASKED)
+        chances = survivals(outlook.acceptance.conditionals(most))
+        return SourceRules(
+            drafts=None if own is None else own.drafts,
+            max_depth=most if own is None else own.max_depth,
+            max_nodes=most if own is None else own.max_nodes,
+            survivals=chances,
+            seconds=[source.costs.seconds(count) for count in range(1, len(chances) + 1)],
+            num_rested=sequence.num_steps - outlook.last_asked,
+            rest=self._rest(source, outlook, curve),
+            offsets=offsets,
+            slopes=slopes,
+        )
+
+    def record_burst(self, sequence: Sequence, plan: BurstPlan, found: BurstStep, context: int) -> None:
+        outlooks, number = self._outlooks_of(sequence), sequence.num_steps - 1
+        asked = []
+        for draft in found.drafts:
+            source, outlook = self._sources[draft.source], outlooks[draft.source]
+            if outlook.last_asked in (-1, number - 1):
+                source.costs.record(draft.num_asked, draft.seconds)
+            outlook.last_asked, outlook.is_trial = number, draft.is_trial
+            if not draft.is_trial:
+                outlook.pause = MIN_PAUSE
+            if len(draft.draft) or not self._is_free(source, plan.curve):
+                asked.append(_Asked(outlook, 0, draft.draft, draft.gains, draft.kinds))
+        step = Step(found.tokens, found.num_accepted, found.num_draft, None)
+        self.record([sequence], Plan([], asked, context, plan.curve, found.draft_s), [step], found.pass_s)
+
     def _outlooks_of(self, sequence: Sequence) -> list[_Outlook]:
         outlooks = self._outlooks.get(sequence)
         if outlooks is None:
             outlooks = [_Outlook(Acceptance(source.rates)) for source in self._sources]
             self._outlooks[sequence] = outlooks
         return outlooks
+
+
+def _burst_rules(sequence: Sequence, info: ModelInfo, seconds: Seq[float], rate: float) -> BurstRules:
+    """The rules of plain steps."""
+    return BurstRules(
+        sources=(),
+        seconds=seconds,
+        rate=rate,
+        least=NEGLIGIBLE,
+        edges=EDGES,
+        end_ids=list(sequence.end_ids),
+        num_left=num_left(sequence, info),
+        max_steps=MAX_BURST_STEPS if sequence.num_steps else 1,  # nobody shall wait longer for the first token
+        max_seconds=MAX_BURST_SECONDS,
+    )
+
+
+def _free_rules(own: BurstSource, cap: int, offsets: list[float], slopes: list[float]) -> SourceRules:
+    """The rules of a source that is always asked."""
+    return SourceRules(own.drafts, min(cap, own.max_depth), min(cap, own.max_nodes), (), (), 0, 0, offsets, slopes)
 
 
 def _missing(plan: Plan, index: int) -> float:

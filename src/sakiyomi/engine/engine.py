@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from sakiyomi.decode import Step, advance, forget, prefill
 from sakiyomi.engine.budget import MAX_DRAFT_NODES, Budget, FixedBudget
+from sakiyomi.engine.burst import makes_bursts, run_burst
 from sakiyomi.engine.metrics import AcceptanceCounter
 from sakiyomi.types import Cache, Drafter, Model, Sequence, Verifier
 
@@ -78,12 +79,17 @@ class Engine:
         self._waiting.append(job)
 
     def step(self) -> list[tuple[Job, Step]]:
-        """Admit what fits, advance every running job by one step, and retire the finished ones."""
+        """Admit what fits, advance every running job by one step, and retire the finished ones.
+
+        A single job may make several steps at once, where its tokens are chosen greedily (engine/burst.py).
+        """
         self._admit()
         jobs = list(self._running)
         if not jobs:
             return []
         try:
+            if len(jobs) == 1 and (done := self._burst(jobs[0])):
+                return done
             steps = self._advance(jobs)
         except Exception as error:
             logger.debug("A step failed:", exc_info=error)
@@ -135,6 +141,15 @@ class Engine:
             else:
                 results.extend(self._record([job], steps))
         return results
+
+    def _burst(self, job: Job) -> list[tuple[Job, Step]]:
+        """Several steps of the only job, where it is one whose steps may be made together."""
+        if not makes_bursts(self._model, self._verifier):
+            return []
+        sequence = job.sequence
+        found = run_burst(self._model, self._drafter, self._budget, sequence, _cap(sequence.speculation))
+        job.draft_s += sum(one.draft_s for _, one in found)
+        return [done for step, _ in found for done in self._record([job], [step])]
 
     def _advance(self, jobs: Seq[Job]) -> list[Step]:
         sequences = [job.sequence for job in jobs]

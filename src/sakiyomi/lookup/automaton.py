@@ -13,12 +13,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
 try:
-    from sakiyomi._native import SuffixAutomaton
+    from sakiyomi._native import SuffixAutomaton, SuffixSource
 except ImportError:
-    SuffixAutomaton = None
+    SuffixAutomaton = SuffixSource = None
 
 MAX_COUNT = 255
 """Counts are exact below this."""
@@ -264,3 +264,12 @@ def new_automaton(max_count: int = MAX_COUNT) -> Automaton:
         return PythonAutomaton(max_count)
     automaton: Automaton = SuffixAutomaton(max_count)
     return automaton
+
+
+def new_source(automaton: Automaton, width: int, min_match: int, min_confidence: float, doubt: float) -> Any | None:
+    """What drafts from an automaton over the text itself within a burst, by `grow_tree` with these numbers, and appends
+    what is committed (`types.BurstSource`); None where only Python can.
+    """
+    if SuffixAutomaton is None or not isinstance(automaton, SuffixAutomaton):
+        return None
+    return SuffixSource(automaton, width, min_match, min_confidence, doubt)

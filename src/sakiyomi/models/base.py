@@ -15,8 +15,8 @@ from sakiyomi.errors import ParameterError
 from sakiyomi.models.packing import AskedRows, make_room, own_caches, pack_spans, split_result
 from sakiyomi.models.stages import run_in_stages
 from sakiyomi.nets.decoder import Decoder, DecoderConfig
-from sakiyomi.ops.base import Ops
-from sakiyomi.types import Checkpoint, Lent, ModelInfo, Output, Span
+from sakiyomi.ops.base import BurstRules, BurstStep, Ops
+from sakiyomi.types import Array, Checkpoint, Lent, ModelInfo, Output, Span
 
 
 class DecoderModel:
@@ -63,6 +63,21 @@ class DecoderModel:
                     span.cache.keep(())
                 raise
         return list(split_result(self.decoder.ops, spans, packed, rows, taps))
+
+    @property
+    def has_bursts(self) -> bool:
+        """Whether `burst` makes steps."""
+        return self.decoder.ops.has_bursts and not self._is_cut
+
+    def burst(
+        self, cache: KVCache, last: int, taps: Sequence[int], first_taps: Array | None, rules: BurstRules
+    ) -> tuple[list[BurstStep], Array]:
+        """Several greedy steps of one sequence in one call (see `Ops.greedy_burst`), whose rows the cache commits."""
+        with self._pass.lock:
+            cache.reserve(0)
+            steps, kept = self.decoder.burst(last, cache.slots(), cache.capacity, taps, first_taps, rules)
+            cache.adopt(len(kept))
+        return steps, kept
 
     def shallow(self, num_layers: int, skip: Collection[int] = ()) -> Self:
         """The same model cut after its first layers, with final norm and head, sharing weights.

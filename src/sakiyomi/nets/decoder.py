@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sakiyomi.errors import CheckpointError, ParameterError, UnsupportedModelError
-from sakiyomi.ops.base import LanguageHead, LayerWeights, Mask, Ops, Past, StackSpec
+from sakiyomi.ops.base import BurstRules, BurstStep, KVSlots, LanguageHead, LayerWeights, Mask, Ops, Past, StackSpec
 from sakiyomi.types import Array, Tensor
 
 # What transformers assumes where a config.json says nothing.
@@ -219,6 +219,24 @@ class Decoder:
         return self.ops.decoder_pass(
             token_ids, self.embedding, layers, spec, positions, here, mask, logit_rows, taps, best_of
         )
+
+    def burst(
+        self,
+        last: int,
+        slots: KVSlots,
+        capacity: int,
+        taps: Sequence[int],
+        first_taps: Array | None,
+        rules: BurstRules,
+    ) -> tuple[list[BurstStep], Array]:
+        """Several greedy steps of the decoder, which must not skip layers (`Ops.greedy_burst`)."""
+        ((start, layers, spec),) = self._stretches(0, self.config.num_layers)
+        head = LanguageHead(self.norm, self.config.eps, self.head)
+        steps, kept = self.ops.greedy_burst(
+            last, self.embedding, layers, spec, slots, capacity, taps, first_taps, head, rules
+        )
+        self._stretch_rows[start, len(layers)] += sum(1 + step.num_draft for step in steps)
+        return steps, kept
 
     def embed(self, token_ids: npt.NDArray[np.int32]) -> Array:
         """What goes into the first layer: ids [R] -> [R, H]."""

@@ -207,6 +207,90 @@ class DraftRoom(NamedTuple):
     end_ids: frozenset[int]
 
 
+class SourceRules(NamedTuple):
+    """What a burst knows of one source of drafts; see engine/budget.py for how it is used.
+
+    Attributes:
+        drafts: an object of the ops' own that drafts (`types.BurstSource`), or None: the burst ends before it is asked.
+        max_depth, max_nodes: of a draft.
+        survivals, seconds: of a source whose drafts have a price: how probably the text goes on with the first 1, 2,
+            ... tokens of a draft, and what a draft of as many nodes costs. Empty for one that is always asked.
+        num_rested, rest: steps since it was asked, and behind how many it is tried although it does not pay.
+        offsets, slopes: for each kind of nodes how one is believed: offset + slope * confidence, given its parent.
+    """
+
+    drafts: Any
+    max_depth: int
+    max_nodes: int
+    survivals: Sequence[float]
+    seconds: Sequence[float]
+    num_rested: int
+    rest: int
+    offsets: Sequence[float]
+    slopes: Sequence[float]
+
+
+class BurstRules(NamedTuple):
+    """What the steps of a burst go by (`Ops.greedy_burst`).
+
+    Attributes:
+        sources: asked in this order.
+        seconds: of a pass over 0, 1, 2, ... rows, which also bounds the rows.
+        rate: tokens that a second is worth.
+        least: a node that is right less often is not worth thinking about.
+        edges: of the confidences that are told apart.
+        end_ids: the ids that end the text.
+        num_left: tokens that may come at most.
+        max_steps, max_seconds: the burst is over behind so many steps, or the first one that ends so late.
+    """
+
+    sources: tuple[SourceRules, ...]
+    seconds: Sequence[float]
+    rate: float
+    least: float
+    edges: Sequence[float]
+    end_ids: Sequence[int]
+    num_left: int
+    max_steps: int
+    max_seconds: float
+
+
+class BurstDraft(NamedTuple):
+    """A draft that a step of a burst was offered.
+
+    Attributes:
+        source: number of the source in the rules.
+        num_asked: nodes that it was asked for.
+        is_trial: whether it was asked although it did not seem to pay.
+        seconds: what it took.
+        gains: for each node the probability that the text passes through it; kinds: of the nodes, as in `SourceRules`.
+    """
+
+    source: int
+    num_asked: int
+    is_trial: bool
+    seconds: float
+    draft: Draft
+    gains: list[float]
+    kinds: list[int]
+
+
+class BurstStep(NamedTuple):
+    """A step of a burst; for the first four fields see `decode.Step`.
+
+    Attributes:
+        draft_s, pass_s: seconds of drafting, and of the rest.
+    """
+
+    tokens: tuple[int, ...]
+    num_accepted: int
+    num_draft: int
+    num_tried: int
+    draft_s: float
+    pass_s: float
+    drafts: list[BurstDraft]
+
+
 DraftRows: TypeAlias = Callable[[Array, Sequence[int], Sequence[DraftRoom]], list[Draft | None]]
 """Drafts behind tokens [R], given what a network reads for each of them and the room that it has (`Ops.mlp_drafts`)."""
 
@@ -288,6 +372,8 @@ class Ops(ABC):
     """Whether each row's result is the same bits whatever is computed beside it."""
     has_best_ids: bool = False
     """Whether `best_ids` costs less than `normed_logits`, so that logits are not made before somebody asks for them."""
+    has_bursts: bool = False
+    """Whether there is a `greedy_burst`."""
 
     # ---- arrays and weights
 
@@ -512,6 +598,36 @@ class Ops(ABC):
             [B, K] and the state to feed back [B, H]. None where all have to be grown step by step, and nothing was run.
         """
         return None
+
+    # ---- steps
+
+    def greedy_burst(
+        self,
+        last: int,
+        embedding: Weight,
+        layers: Sequence[LayerWeights],
+        spec: StackSpec,
+        slots: KVSlots,
+        capacity: int,
+        taps: Sequence[int],
+        first_taps: Array | None,
+        head: LanguageHead,
+        rules: BurstRules,
+    ) -> tuple[list[BurstStep], Array]:
+        """Several steps of greedy decoding in one call, where `has_bursts`: draft, pass, follow the best ids, commit.
+
+        It ends early before a step that it cannot make (too little room, a source without `drafts`, damaged logits).
+
+        Args:
+            last: the last token of a text whose other tokens stand in the cache.
+            capacity: slots of the cache that may be written.
+            taps: layer numbers, as in `decoder_stack`.
+            first_taps: those [1, T * H] of the position in front of `last`, or None.
+
+        Returns:
+            The steps, and the taps [N, T * H] of the N positions that they fed: as many as there are new tokens.
+        """
+        raise NotImplementedError
 
     # ---- Medusa heads
 

@@ -19,6 +19,9 @@ from sakiyomi.cores import count_cores
 from sakiyomi.errors import MissingExtraError, ParameterError, advise_extra
 from sakiyomi.ops.base import (
     Blocks,
+    BurstDraft,
+    BurstRules,
+    BurstStep,
     Causal,
     Dense,
     DraftRoom,
@@ -26,6 +29,7 @@ from sakiyomi.ops.base import (
     FuseWeights,
     GreedyRules,
     HeadEnds,
+    KVSlots,
     LanguageHead,
     LayerWeights,
     Mask,
@@ -55,6 +59,8 @@ KEY_BLOCK = 32
 ROPE_BLOCK = 1024
 _LARGEST_HALF = 65504.0
 _MAX_FORMS = 16
+_BURST_ROWS = 64
+"""Positions that a burst feeds at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +111,7 @@ class NativeOps(Ops):
     name = "native"
     is_bit_exact = True
     has_best_ids = True
+    has_bursts = True
 
     def __init__(
         self,
@@ -297,8 +304,8 @@ class NativeOps(Ops):
             return super().mlp_drafts(embedding, steps, head, rules)
         start, advance = (self._mlp_step(embedding, weights, head) for weights in steps)
         fields = (rules.ids, rules.sharpness, rules.width, rules.lowest, self.threads)
-        draft: DraftRows = _native.MlpDrafts(start, advance, *fields).draft
-        return draft
+        drafts: DraftRows = _native.MlpDrafts(start, advance, *fields)
+        return drafts
 
     def _mlp_step(self, embedding: Any, weights: MlpWeights, head: Any) -> Any:
         """The C++ form of a step, kept for the next call with the same weights."""
@@ -375,6 +382,28 @@ class NativeOps(Ops):
             *(taps, tapped, rows, states, head, norm, eps, best, self.threads),
         )
         return (states if count else None), tapped, best
+
+    def greedy_burst(
+        self,
+        last: int,
+        embedding: Any,
+        layers: Sequence[LayerWeights],
+        spec: StackSpec,
+        slots: KVSlots,
+        capacity: int,
+        taps: Sequence[int],
+        first_taps: Floats | None,
+        head: LanguageHead,
+        rules: BurstRules,
+    ) -> tuple[list[BurstStep], Floats]:
+        kept = np.empty((_BURST_ROWS, len(taps) * embedding.shape[1]), np.float32)
+        found = self._stack(layers, spec).run_burst(
+            *(embedding, last, self._rope_table(capacity, spec.inv_freq, spec.rope_scale)),
+            *([slots.keys], [slots.values], slots.length, capacity, 0, list(taps), first_taps, kept, rules),
+            *(head.weight, head.norm, head.eps, self.threads),
+        )
+        steps = [BurstStep(*numbers, [BurstDraft(*draft) for draft in drafts]) for *numbers, drafts in found]
+        return steps, kept[: sum(len(step.tokens) for step in steps)]
 
     def _stack(self, layers: Sequence[LayerWeights], spec: StackSpec) -> Any:
         """The C++ form of the layers, kept for the next call with the same objects (never changed in place)."""

@@ -18,6 +18,7 @@ class MatchVerifier(Verifier):
 
     is_lossless: Lossless = "tokens"
     draw: DrawMode = "coupled"
+    follows_choices = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
