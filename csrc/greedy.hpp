@@ -25,18 +25,17 @@ inline bool rank_sharp(float* logits, std::int64_t num_ids, float sharpness, std
 struct NewDraft {
     nb::object object;
 
-    // A draft of these nodes; it has no confidences where all are 1.
-    static nb::object of(const std::vector<DraftNode>& nodes) {
+    // A draft of these nodes, with confidences where it has any.
+    static nb::object of(const std::vector<DraftNode>& nodes, bool has_confidences) {
         const auto tuple_of = [&](auto&& value) {
             nb::object tuple = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(nodes.size())));
             for (std::size_t i = 0; i < nodes.size(); ++i) PyTuple_SET_ITEM(tuple.ptr(), i, nb::cast(value(nodes[i])).release().ptr());
             return tuple;
         };
-        const bool is_certain = std::all_of(nodes.begin(), nodes.end(), [](const DraftNode& node) { return node.confidence == 1; });
         NewDraft draft;
         draft.set("tokens", tuple_of([](const DraftNode& node) { return node.token; }));
         draft.set("parents", tuple_of([](const DraftNode& node) { return node.parent; }));
-        if (!is_certain) draft.set("confidences", tuple_of([](const DraftNode& node) { return node.confidence; }));
+        if (has_confidences) draft.set("confidences", tuple_of([](const DraftNode& node) { return node.confidence; }));
         return draft.object;
     }
 
@@ -132,8 +131,11 @@ class GreedyTree {
         return listed;
     }
 
-    // Their `Draft`.
-    nb::object give(double lowest) const { return NewDraft::of(list(lowest)); }
+    // Their `Draft`; it has no confidences where all nodes that grew are certain.
+    nb::object give(double lowest) const {
+        const bool is_certain = std::all_of(nodes.begin(), nodes.end(), [](const Node& node) { return node.confidence == 0; });
+        return NewDraft::of(list(lowest), !is_certain);
+    }
 
    private:
     void keep_best(std::vector<std::int64_t>& some, std::int64_t count, double lowest) const {

@@ -673,7 +673,7 @@ class DecoderStack {
         for (const Burst::Step& step : burst.steps) {
             nb::list asked;
             for (const Burst::Asked& one : step.asked)
-                asked.append(nb::make_tuple(one.source, one.count, one.is_trial, one.seconds, NewDraft::of(one.nodes), one.gains, one.kinds));
+                asked.append(nb::make_tuple(one.source, one.count, one.is_trial, one.seconds, NewDraft::of(one.nodes, true), one.gains, one.kinds));
             steps.append(nb::make_tuple(nb::tuple(nb::cast(step.tokens)), step.num_accepted, step.num_draft, step.num_tried, step.draft_s, step.pass_s, asked));
         }
         return steps;

@@ -269,10 +269,12 @@ class LLM:
         engine = self._engine()
         (job,) = request.jobs
         engine.add(job)
+        num_shown = 0
         try:
             while engine.has_work:
                 for _, step in engine.step():
-                    yield from self.requests.pieces(request, step)
+                    yield from self.requests.pieces(request, step, num_shown)
+                    num_shown += len(step.tokens)
             if job.error is not None:
                 raise job.error
         finally:

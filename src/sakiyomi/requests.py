@@ -203,17 +203,16 @@ class Requests:
 
     # ------------------------------------------------------------------------------------------ results
 
-    def pieces(self, request: Request, step: Step) -> list[StreamPiece]:
-        """The tokens that a step added to the only answer of a request."""
+    def pieces(self, request: Request, step: Step, first: int) -> list[StreamPiece]:
+        """The tokens that a step added to the only answer of a request, from its `first` token on."""
         (job,) = request.jobs
-        first = job.sequence.num_new - len(step.tokens)
         text = text_of(job)
         if job.is_finished:
             text.finish()
         pieces = []
         for offset, token in enumerate(step.tokens):
             index = first + offset
-            is_last = job.is_finished and offset == len(step.tokens) - 1
+            is_last = job.is_finished and index == job.sequence.num_new - 1
             pieces.append(
                 StreamPiece(
                     token_id=token,

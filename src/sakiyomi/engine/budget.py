@@ -423,7 +423,7 @@ def _burst_rules(sequence: Sequence, info: ModelInfo, seconds: Seq[float], rate:
         rate=rate,
         least=NEGLIGIBLE,
         edges=EDGES,
-        end_ids=list(sequence.end_ids),
+        end_ids=[token for token in sequence.end_ids if 0 <= token < info.vocab_size],
         num_left=num_left(sequence, info),
         max_steps=MAX_BURST_STEPS if sequence.num_steps else 1,  # nobody shall wait longer for the first token
         max_seconds=MAX_BURST_SECONDS,
