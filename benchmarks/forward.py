@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, replace
@@ -47,7 +47,7 @@ native = import_module("sakiyomi._native")
 ROWS, CONTEXTS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 128), (128, 1024)
 QUICK_ROWS = (1, 4, 6, 8, 16)
 LONG_CONTEXT, LONG_ROWS = 4096, (1, 4, 8)
-STEP = "plain step"
+STEP, STEP_ANSWERS = "plain step", 8
 FEATURES = (
     "avx2",
     "f16c",
@@ -394,11 +394,16 @@ class Profile:
 
 def profile(action: Callable[[], object], threads: int, repeats: int) -> Profile:
     """Profile calls one by one: the lower quartile of each part by itself, so that a disturbed part spoils no other."""
-    calls = []
-    for _ in range(repeats):
-        native.start_profile()
-        calls.append(_read_profile(_timed(action), threads))
+    return _quartiles([_profile_once(action, threads) for _ in range(repeats)])
 
+
+def _profile_once(action: Callable[[], object], threads: int, count: int = 1) -> Profile:
+    """A profile of one call that does `count` times what is told of."""
+    native.start_profile()
+    return _read_profile(_timed(action) / count, threads, count)
+
+
+def _quartiles(calls: Seq[Profile]) -> Profile:
     def quartile(values: Iterable[float]) -> float:
         return statistics.quantiles(values, n=4)[0]
 
@@ -407,17 +412,23 @@ def profile(action: Callable[[], object], threads: int, repeats: int) -> Profile
 
 
 def profile_steps(ours: Ours, prompt: int, tokens: int) -> Profile:
-    """Plain decoding through the public interface, text included; the prompt is left out."""
+    """A step of plain decoding through the public interface, text included; the prompt is left out.
+
+    The mean of an answer, since several steps are made at once; the quartiles are those of answers.
+    """
     params = SamplingParams(temperature=0, max_tokens=tokens + 1, ignore_eos=True)
-    pieces = ours.llm.stream(make_ids(prompt), params)
-    next(pieces)
-    return profile(lambda: next(pieces), ours.threads, tokens)
+    calls = []
+    for _ in range(STEP_ANSWERS):
+        pieces = ours.llm.stream(make_ids(prompt), params)
+        next(pieces)
+        calls.append(_profile_once(partial(deque, pieces, maxlen=0), ours.threads, tokens))
+    return _quartiles(calls)
 
 
-def _read_profile(seconds: float, threads: int) -> Profile:
+def _read_profile(seconds: float, threads: int, count: int = 1) -> Profile:
     ranks = native.stop_profile(threads)
-    in_kernels = 1000 * sum(values[0] for values in ranks.values())
-    phases = {name: 1000 * statistics.fmean(values) for name, values in ranks.items() if name != "wait"}
+    in_kernels = 1000 * sum(values[0] for values in ranks.values()) / count
+    phases = {name: 1000 * statistics.fmean(values) / count for name, values in ranks.items() if name != "wait"}
     waiting = max(in_kernels - sum(phases.values()), 0.0)  # rounding may leave less than nothing to one thread
     return Profile(phases, waiting, 1000 * seconds - in_kernels)
 

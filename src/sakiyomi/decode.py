@@ -170,7 +170,9 @@ def observe_burst(drafter: Drafter, sequence: Sequence, start: int, taps: Array 
     if is_longer:
         sequence.cache.truncate(length)
     if length > start:
-        _observe(drafter, sequence, start, sequence.tokens[start:length], None if taps is None else taps[: length - start])
+        _observe(
+            drafter, sequence, start, sequence.tokens[start:length], None if taps is None else taps[: length - start]
+        )
     if is_longer:
         rewind(drafter, sequence, length)
 

@@ -351,7 +351,8 @@ class AdaptiveBudget:
         if cap <= 0:
             return plan
         if self._must_be_plain(1):
-            plan.rules = rules._replace(max_steps=max(NUM_PLAIN - self._num_plain[1], 1))
+            needed = max(NUM_PLAIN - self._num_plain[1], 1)
+            plan.rules = rules._replace(max_steps=min(rules.max_steps, needed))
             return plan
         sources = []
         for source, outlook in zip(self._sources, self._outlooks_of(sequence), strict=True):

@@ -57,16 +57,25 @@ class Engine:
 
     Args:
         budget: decides how much is drafted and checked, and learns from it; None drafts what the drafter likes.
+        bursts: whether a call of `step` may make several steps of a single job.
     """
 
     def __init__(
-        self, model: Model, drafter: Drafter, verifier: Verifier, *, max_num_seqs: int, budget: Budget | None = None
+        self,
+        model: Model,
+        drafter: Drafter,
+        verifier: Verifier,
+        *,
+        max_num_seqs: int,
+        budget: Budget | None = None,
+        bursts: bool = True,
     ) -> None:
         self._model = model
         self._drafter = drafter
         self._verifier = verifier
         self._budget = budget or FixedBudget(drafter)
         self._max_num_seqs = max_num_seqs
+        self._bursts = bursts
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
 
@@ -144,7 +153,7 @@ class Engine:
 
     def _burst(self, job: Job) -> list[tuple[Job, Step]]:
         """Several steps of the only job, where it is one whose steps may be made together."""
-        if not makes_bursts(self._model, self._verifier):
+        if not self._bursts or not makes_bursts(self._model, self._verifier):
             return []
         sequence = job.sequence
         found = run_burst(self._model, self._drafter, self._budget, sequence, _cap(sequence.speculation))

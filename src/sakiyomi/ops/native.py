@@ -402,7 +402,7 @@ class NativeOps(Ops):
             *([slots.keys], [slots.values], slots.length, capacity, 0, list(taps), first_taps, kept, rules),
             *(head.weight, head.norm, head.eps, self.threads),
         )
-        steps = [BurstStep(*numbers, [BurstDraft(*draft) for draft in drafts]) for *numbers, drafts in found]
+        steps = [BurstStep._make((*numbers, list(map(BurstDraft._make, drafts)))) for *numbers, drafts in found]
         return steps, kept[: sum(len(step.tokens) for step in steps)]
 
     def _stack(self, layers: Sequence[LayerWeights], spec: StackSpec) -> Any:
