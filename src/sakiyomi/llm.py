@@ -26,6 +26,7 @@ from sakiyomi.assemble import (
     make_verifier,
 )
 from sakiyomi.engine.budget import AdaptiveBudget, Budget, BudgetName, FixedBudget, check_budget
+from sakiyomi.engine.burst import BURST_SECONDS, LONG_BURST_SECONDS
 from sakiyomi.engine.engine import Engine
 from sakiyomi.errors import ParameterError
 from sakiyomi.params import MAX_SEED, SamplingParams
@@ -231,7 +232,7 @@ class LLM:
 
     def run(self, requests: Seq[Request], use_tqdm: bool = False) -> None:
         """Run requests that are built to their ends."""
-        engine = self._engine()
+        engine = self._engine(LONG_BURST_SECONDS)
         for request in requests:
             for job in request.jobs:
                 engine.add(job)
@@ -240,9 +241,14 @@ class LLM:
                 engine.step()
                 show(sum(request.is_finished for request in requests))
 
-    def _engine(self) -> Engine:
+    def _engine(self, burst_seconds: float) -> Engine:
         return Engine(
-            self.loaded.model, self.drafter, self.verifier, max_num_seqs=self._max_num_seqs, budget=self._budget
+            self.loaded.model,
+            self.drafter,
+            self.verifier,
+            max_num_seqs=self._max_num_seqs,
+            budget=self._budget,
+            burst_seconds=burst_seconds,
         )
 
     # ------------------------------------------------------------------------------------------ streams
@@ -266,7 +272,7 @@ class LLM:
 
     def run_stream(self, request: Request) -> Iterator[StreamPiece]:
         """Run a request with one answer and yield its tokens."""
-        engine = self._engine()
+        engine = self._engine(BURST_SECONDS)
         (job,) = request.jobs
         engine.add(job)
         num_shown = 0

@@ -306,6 +306,7 @@ def test_choices_are_those_of_the_budget(
     trained_toy: Any, toy_mlp: Path, monkeypatch: pytest.MonkeyPatch, parts: str, free_share: float
 ) -> None:
     monkeypatch.setattr(rules_of_budget, "FREE_SHARE", free_share)
+    monkeypatch.setattr(rules_of_budget, "MAX_BURST_STEPS", 3)
     if free_share == 0:  # beside a toy no draft would be worth its price
         monkeypatch.setattr(DraftCosts, "seconds", lambda costs, number: 1e-7 * number)
     loaded = load(trained_toy)

@@ -59,8 +59,8 @@ NUM_PLAIN, PLAIN_PAUSE = 3, 256
 
 Without them a run that always drafts would not know what its drafts cost."""
 
-MAX_BURST_STEPS, MAX_BURST_SECONDS = 16, 0.025
-"""Of a burst: long enough that Python no longer counts, short enough for a stream and for what is learnt."""
+MAX_BURST_STEPS = 64
+"""Steps for which what is known holds."""
 
 FADE_RATE = 0.97
 """Of the run's speed: some thirty steps count."""
@@ -427,7 +427,7 @@ def _burst_rules(sequence: Sequence, info: ModelInfo, seconds: Seq[float], rate:
         end_ids=[token for token in sequence.end_ids if 0 <= token < info.vocab_size],
         num_left=num_left(sequence, info),
         max_steps=MAX_BURST_STEPS if sequence.num_steps else 1,  # nobody shall wait longer for the first token
-        max_seconds=MAX_BURST_SECONDS,
+        max_seconds=0.0,
     )
 
 

@@ -1,7 +1,7 @@
 """Bursts: several greedy steps of one sequence in one call of the model (`Ops.greedy_burst`), where no Python runs.
 
 Beside a small model Python is a large share of a step: each pass drives its code and objects out of the caches. A burst
-goes by what is known when it begins, for some 25 milliseconds; what it found out is learnt behind it.
+goes by what is known when it begins; what it found out is learnt behind it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,12 @@ from sakiyomi.engine.budget import Budget
 from sakiyomi.ops.base import BurstRules, BurstStep
 from sakiyomi.sampling.choose import takes_the_best
 from sakiyomi.types import Array, Drafter, Model, ModelInfo, Sequence, Verifier
+
+BURST_SECONDS = 0.04
+"""Of a burst whose tokens somebody waits for: a stream then moves 25 times a second."""
+
+LONG_BURST_SECONDS = 0.1
+"""Of one whose answer is wanted as a whole. Longer ones would learn too late what pays."""
 
 
 @runtime_checkable
@@ -36,16 +42,22 @@ def makes_bursts(model: Model, verifier: Verifier) -> TypeGuard[BurstModel]:
 
 
 def run_burst(
-    model: BurstModel, drafter: Drafter, budget: Budget, sequence: Sequence, cap: int
+    model: BurstModel, drafter: Drafter, budget: Budget, sequence: Sequence, cap: int, max_seconds: float
 ) -> list[tuple[Step, BurstStep]]:
-    """Advance a sequence by some steps in one call; none where the next one has to be made by itself."""
+    """Advance a sequence by some steps in one call; none where the next one has to be made by itself.
+
+    Args:
+        cap: nodes of a draft at most.
+        max_seconds: a step that ends later is the last one.
+    """
     if not takes_the_best(sequence.history()):
         return []
     plan = budget.plan_burst(sequence, cap, model.info)
     if plan is None:
         return []
+    rules = plan.rules._replace(max_seconds=max_seconds)
     start = context = sequence.cache.length
-    found, taps = model.burst(sequence.cache, sequence.tokens[-1], drafter.taps, plan.first_taps, plan.rules)
+    found, taps = model.burst(sequence.cache, sequence.tokens[-1], drafter.taps, plan.first_taps, rules)
     steps = []
     for one in found:
         steps.append((commit_burst(sequence, one, model.info), one))

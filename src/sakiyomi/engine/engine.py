@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from sakiyomi.decode import Step, advance, forget, prefill
 from sakiyomi.engine.budget import MAX_DRAFT_NODES, Budget, FixedBudget
-from sakiyomi.engine.burst import makes_bursts, run_burst
+from sakiyomi.engine.burst import BURST_SECONDS, makes_bursts, run_burst
 from sakiyomi.engine.metrics import AcceptanceCounter
 from sakiyomi.types import Cache, Drafter, Model, Sequence, Verifier
 
@@ -57,7 +57,7 @@ class Engine:
 
     Args:
         budget: decides how much is drafted and checked, and learns from it; None drafts what the drafter likes.
-        bursts: whether a call of `step` may make several steps of a single job.
+        burst_seconds: for how long a call of `step` may make further steps of a single job; 0: one step.
     """
 
     def __init__(
@@ -68,14 +68,15 @@ class Engine:
         *,
         max_num_seqs: int,
         budget: Budget | None = None,
-        bursts: bool = True,
+        burst_seconds: float = BURST_SECONDS,
     ) -> None:
         self._model = model
         self._drafter = drafter
         self._verifier = verifier
         self._budget = budget or FixedBudget(drafter)
         self._max_num_seqs = max_num_seqs
-        self._bursts = bursts
+        self._burst_seconds = burst_seconds
+        self._bursting = model if burst_seconds > 0 and makes_bursts(model, verifier) else None
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
 
@@ -153,10 +154,11 @@ class Engine:
 
     def _burst(self, job: Job) -> list[tuple[Job, Step]]:
         """Several steps of the only job, where it is one whose steps may be made together."""
-        if not self._bursts or not makes_bursts(self._model, self._verifier):
+        if self._bursting is None:
             return []
         sequence = job.sequence
-        found = run_burst(self._model, self._drafter, self._budget, sequence, _cap(sequence.speculation))
+        cap = _cap(sequence.speculation)
+        found = run_burst(self._bursting, self._drafter, self._budget, sequence, cap, self._burst_seconds)
         job.draft_s += sum(one.draft_s for _, one in found)
         return [done for step, _ in found for done in self._record([job], [step])]
 

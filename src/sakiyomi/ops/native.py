@@ -59,7 +59,7 @@ KEY_BLOCK = 32
 ROPE_BLOCK = 1024
 _LARGEST_HALF = 65504.0
 _MAX_FORMS = 16
-_BURST_ROWS = 64
+_BURST_ROWS = 256
 """Positions that a burst feeds at most."""
 
 

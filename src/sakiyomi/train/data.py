@@ -158,7 +158,7 @@ def _estimate(target: LoadedModel, config: DataConfig, num_there: int) -> Estima
 def _probe(target: LoadedModel, batch: int) -> tuple[float, float]:
     """Tokens per second in steps of a full batch over short contexts, and bytes of a cache per position."""
     params = SamplingParams(temperature=0.9, top_k=48, max_tokens=None, ignore_eos=True)
-    engine = Engine(target.model, NoneDrafter(), MatchVerifier(), max_num_seqs=batch, bursts=False)
+    engine = Engine(target.model, NoneDrafter(), MatchVerifier(), max_num_seqs=batch, burst_seconds=0)
     for number in range(batch):
         ids = [number % target.model.info.vocab_size] * 2
         engine.add(Job(TokenSequence(str(number), ids, len(ids), params, number, target.model.new_cache())))
@@ -268,7 +268,7 @@ class _Writer:
     def _run(self, dialogues: Sequence[_Dialogue], told: Callable[[int], None]) -> None:
         verifier = MatchVerifier()
         # Where a dialogue is enough is looked for behind each token, so that the text does not depend on the clock.
-        engine = Engine(self.target.model, NoneDrafter(), verifier, max_num_seqs=self.config.batch, bursts=False)
+        engine = Engine(self.target.model, NoneDrafter(), verifier, max_num_seqs=self.config.batch, burst_seconds=0)
         waiting = list(reversed(dialogues))
         running: dict[Job, _Dialogue] = {}
         num_new = 0
