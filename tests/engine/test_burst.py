@@ -17,7 +17,7 @@ from sakiyomi.engine import budget as rules_of_budget
 from sakiyomi.engine import burst, engine
 from sakiyomi.engine.acceptance import Acceptance
 from sakiyomi.engine.budget import AdaptiveBudget, BurstPlan, _Asked, _merge
-from sakiyomi.engine.costs import DraftCosts
+from sakiyomi.engine.costs import DraftCosts, PassCosts
 from sakiyomi.engine.engine import Engine, Job
 from sakiyomi.ops.base import BurstStep
 from sakiyomi.ops.native import NativeOps
@@ -307,8 +307,11 @@ def test_choices_are_those_of_the_budget(
 ) -> None:
     monkeypatch.setattr(rules_of_budget, "FREE_SHARE", free_share)
     monkeypatch.setattr(rules_of_budget, "MAX_BURST_STEPS", 3)
-    if free_share == 0:  # beside a toy no draft would be worth its price
-        monkeypatch.setattr(DraftCosts, "seconds", lambda costs, number: 1e-7 * number)
+    # Beside a toy no draft would be worth its price, and no clock shall decide here.
+    monkeypatch.setattr(DraftCosts, "seconds", lambda costs, number: 1e-7 * number)
+    monkeypatch.setattr(
+        PassCosts, "curve", lambda costs, context, rows: [1e-4 + 4e-6 * n for n in range(max(rows, 32) + 1)]
+    )
     loaded = load(trained_toy)
     name = "auto:parts=" + parts.replace("mlp", f"mlp:path={toy_mlp}").replace(f"{toy_mlp}:", f"{toy_mlp},")
     drafter = make_drafter(name, loaded, ModelOptions())

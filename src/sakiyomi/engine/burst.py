@@ -18,7 +18,7 @@ from sakiyomi.types import Array, Drafter, Model, ModelInfo, Sequence, Verifier
 BURST_SECONDS = 0.04
 """Of a burst whose tokens somebody waits for: a stream then moves 25 times a second."""
 
-LONG_BURST_SECONDS = 0.1
+LONG_BURST_SECONDS = 0.06
 """Of one whose answer is wanted as a whole. Longer ones would learn too late what pays."""
 
 
