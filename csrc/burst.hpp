@@ -1,4 +1,4 @@
-// Several steps of greedy decoding of one sequence without Python between them: ask the sources of drafts, choose what to
+// Several steps of decoding one sequence without Python between them: ask the sources of drafts, choose what to
 // check, pass, follow, commit. The rules are those of engine/budget.py, tree.py (`merge_drafts`) and plan/speedup.py
 // (`count_worthwhile`), with what is known when the burst begins; what it finds out is learnt from behind it.
 #pragma once
@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "arrays.hpp"
+#include "choose.hpp"
 
 namespace sakiyomi {
 
@@ -19,10 +20,13 @@ struct DraftNode {
     double confidence;
 };
 
-// What a draft may be: the ids behind which nothing is drafted, and its size.
+// What a draft may be: its size, the ids behind which nothing is drafted, and how the token at `position`, which follows, and
+// those behind it are chosen (null: the most probable ones).
 struct Room {
     std::int64_t max_depth, max_nodes;
     const std::vector<std::int64_t>* end_ids;
+    const Choice* choice;
+    std::uint64_t position;
 };
 
 // What drafts within a burst.
@@ -45,6 +49,7 @@ struct SourceRules {
     std::vector<double> survivals, seconds;
     std::int64_t num_rested, rest;
     std::vector<double> offsets, slopes;
+    bool is_coupled;
 
     bool is_free() const { return seconds.empty(); }
 };
@@ -73,6 +78,13 @@ class Burst {
           edges_(nb::cast<std::vector<double>>(rules[4])), end_ids_(nb::cast<std::vector<std::int64_t>>(rules[5])),
           num_left_(nb::cast<std::int64_t>(rules[6])), max_steps_(nb::cast<std::int64_t>(rules[7])),
           max_seconds_(nb::cast<double>(rules[8])) {
+        if (!rules[9].is_none()) {
+            const nb::tuple fields = nb::cast<nb::tuple>(rules[9]);
+            choice_ = {nb::cast<std::uint64_t>(fields[0]), nb::cast<double>(fields[1]), nb::cast<double>(fields[3]),
+                       nb::cast<double>(fields[4]), nb::cast<std::int64_t>(fields[2])};
+            check(choice_.temperature > 0, "noise needs a temperature above 0.");
+            is_greedy_ = false;
+        }
         check(seconds_.size() > 1, "the seconds of a pass are missing.");
         for (nb::handle fields : nb::cast<nb::tuple>(rules[0])) add_source(nb::cast<nb::tuple>(fields), width);
     }
@@ -80,12 +92,17 @@ class Burst {
     // What a step checks at most.
     std::int64_t max_draft() const { return static_cast<std::int64_t>(seconds_.size()) - 2; }
 
-    // Steps behind `last`, the last token of the text, with `taps` of the position in front of it, or null. Ends before a step
-    // that only Python can make. `pass` has
-    //   bool has_room(rows); bool run(last, nodes): the best id of each row, the root's first, in `best`; and
-    //   const float* keep(rows): commits rows, of which the last is another token's root, and gives the taps of the last one.
+    // How tokens are chosen, or null: the most probable ones.
+    const Choice* choice() const { return is_greedy_ ? nullptr : &choice_; }
+
+    // Steps behind `last`, the last token of a text of `length` tokens, with `taps` of the position in front of it, or null.
+    // Ends before a step that only Python can make. `pass` has
+    //   bool has_room(rows); void run(last, nodes, choice);
+    //   std::int64_t choose(row, choice, position): the token that row chooses, the root's the first, below 0 where only Python
+    //   can tell; and const float* keep(rows): commits rows and gives the taps of the last one.
     template <class Pass>
-    void run(std::int32_t last, const float* taps, Pass& pass) {
+    void run(std::int32_t last, std::int64_t length, const float* taps, Pass& pass) {
+        length_ = length;
         const double begun = now();
         bool is_over = false;
         while (!is_over && num_left_ > 0 && static_cast<std::int64_t>(steps.size()) < max_steps_ && now() - begun < max_seconds_) {
@@ -95,12 +112,13 @@ class Burst {
             const std::vector<DraftNode> nodes = choose(step.asked);
             const double proposed = now();
             if (!pass.has_room(static_cast<std::int64_t>(nodes.size()) + 1)) return;
-            pass.run(last, nodes);
+            pass.run(last, nodes, choice());
             std::vector<std::int64_t> rows;
-            if (!follow(nodes, pass.best, step, rows, is_over)) return;
+            if (!follow(nodes, pass, step, rows, is_over)) return;
             taps = pass.keep(rows);
             last = step.tokens.back();
             num_left_ -= static_cast<std::int64_t>(step.tokens.size());
+            length_ += static_cast<std::int64_t>(step.tokens.size());
             for (SourceRules& rules : sources_) {
                 ++rules.num_rested;
                 if (rules.source != nullptr) rules.source->extend(step.tokens);
@@ -130,7 +148,8 @@ class Burst {
                           nb::cast<std::int64_t>(fields[5]),
                           nb::cast<std::int64_t>(fields[6]),
                           nb::cast<std::vector<double>>(fields[7]),
-                          nb::cast<std::vector<double>>(fields[8])};
+                          nb::cast<std::vector<double>>(fields[8]),
+                          nb::cast<bool>(fields[9])};
         check(rules.survivals.size() == rules.seconds.size(), "each survival needs seconds.");
         const std::size_t num_kinds = 2 * (edges_.size() + 1);
         check(rules.offsets.size() == num_kinds && rules.slopes.size() == num_kinds, "a kind of nodes is missing.");
@@ -155,7 +174,8 @@ class Burst {
             const std::int64_t depth = std::min({wanted, rules.max_depth, most}), size = std::min({wanted, rules.max_nodes, most});
             const double started = now();
             if (size > 0 && (taps != nullptr || rules.source->tap_width() == 0) &&
-                !rules.source->guess(last, taps, {depth, size, &end_ids_}, asked.nodes))
+                !rules.source->guess(last, taps, {depth, size, &end_ids_, rules.is_coupled ? choice() : nullptr, static_cast<std::uint64_t>(length_)},
+                                     asked.nodes))
                 return false;
             asked.seconds = now() - started;
             judge(rules, asked);
@@ -244,13 +264,13 @@ class Burst {
     }
 
     // The tokens that the step emits, and the rows to keep: the root's and those of all tokens but the last. False where a
-    // best id is unknown.
-    bool follow(const std::vector<DraftNode>& nodes, const std::vector<std::int64_t>& best, Step& step, std::vector<std::int64_t>& rows,
-                bool& is_over) const {
+    // token is unknown.
+    template <class Pass>
+    bool follow(const std::vector<DraftNode>& nodes, Pass& pass, Step& step, std::vector<std::int64_t>& rows, bool& is_over) const {
         std::int32_t node = -1;
         step.num_accepted = 0;
         for (bool goes_on = true; goes_on;) {
-            const std::int64_t token = best[static_cast<std::size_t>(node + 1)];
+            const std::int64_t token = pass.choose(node + 1, choice(), static_cast<std::uint64_t>(length_) + step.tokens.size());
             if (token < 0) return false;
             rows.push_back(node + 1);
             step.tokens.push_back(static_cast<std::int32_t>(token));
@@ -276,6 +296,9 @@ class Burst {
     std::vector<std::int64_t> end_ids_;
     std::int64_t num_left_, max_steps_;
     double max_seconds_;
+    Choice choice_{};
+    bool is_greedy_ = true;
+    std::int64_t length_ = 0;
     std::vector<SourceRules> sources_;
 };
 

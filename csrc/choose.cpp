@@ -27,6 +27,7 @@ namespace {
 constexpr std::int64_t kBlock = kChooseBlock;
 constexpr int kSumLanes = 16;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr double kHopeless = -17.0;  // scores below are one in 2e7 of the best id, and drawing noise for them takes long
 constexpr double kNoLowest = -std::numeric_limits<double>::infinity();
 
 constexpr std::int64_t kHasNan = -1;
@@ -743,6 +744,50 @@ bool sakiyomi::rank_row(const float* logits, std::int64_t size, std::int64_t cou
     for (const Key key : scratch.keys) {
         ranking->ids.push_back(id_of(key));
         ranking->confidences.push_back(score_of(logit_of(key), row.max, 1.0) - log_total);
+    }
+    return true;
+}
+
+std::int64_t sakiyomi::choose_id(const float* logits, std::int64_t size, const Choice& choice, std::uint64_t position) {
+    const Settings settings{choice.seed, position, choice.temperature, choice.top_p, choice.min_p, std::min(choice.top_k, size)};
+    return choose_row(logits, size, settings, thread_scratch);
+}
+
+bool sakiyomi::rank_noisy(const float* logits, std::int64_t size, const std::int64_t* ids, std::int64_t count, const Choice& choice,
+                          std::uint64_t position, Ranking* ranking) {
+    Scratch& scratch = thread_scratch;
+    ranking->ids.clear();
+    ranking->confidences.clear();
+    float max;
+    if (size == 0 || !scan(logits, size, scratch.block_max, &max) || !(max > -kInfinity)) return false;
+    const Row row = read_row(logits, size, max, scratch);
+    const Settings settings{choice.seed, position, choice.temperature, choice.top_p, choice.min_p, std::min(choice.top_k, size)};
+    const Cut cut = find_cut(row, settings, scratch);
+    const NoiseKey key(choice.seed, position);
+    std::vector<Runner> runners;  // exp(score + noise) is exp(score) / e with e = -log(u)
+    double total = 0;
+    std::uint32_t group = 0, words[4];
+    bool has_words = false;
+    for (std::int64_t i = 0; i < size; ++i) {
+        const double score = score_of(row.logits[i], row.max, choice.temperature);
+        if (!(score >= std::max(cut.lowest, kHopeless))) continue;
+        if (key_of(row.logits[i], static_cast<std::uint32_t>(i)) > cut.last) continue;
+        const auto id = static_cast<std::uint32_t>(ids[i]);
+        if (!has_words || id / 4 != group) philox_words(key, group = id / 4, words);
+        has_words = true;
+        const double exponential = -log_normal(1.0 - (static_cast<double>(words[id % 4]) + 0.5) * 0x1p-32);
+        const Runner runner{exp_inside(score) / exponential, i};
+        total += runner.noisy;
+        if (static_cast<std::int64_t>(runners.size()) == count) {
+            if (!runner.before(runners.back())) continue;
+            runners.pop_back();
+        }
+        runners.insert(std::find_if(runners.begin(), runners.end(), [&](const Runner& r) { return runner.before(r); }), runner);
+    }
+    if (runners.empty()) return false;
+    for (const Runner& runner : runners) {
+        ranking->ids.push_back(runner.id);
+        ranking->confidences.push_back(exact_log(runner.noisy / total));
     }
     return true;
 }

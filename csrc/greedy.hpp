@@ -51,7 +51,7 @@ struct NewDraft {
     }
 };
 
-// A greedy draft in the making, as `Growth` of sampling/growth.py over `TreeBuilder` of tree.py.
+// A draft in the making of the tokens that come first, as `Growth` of sampling/growth.py over `TreeBuilder` of tree.py.
 class GreedyTree {
    public:
     static constexpr std::int64_t kRoot = -1;
@@ -62,6 +62,8 @@ class GreedyTree {
     };
 
     std::int64_t max_depth = 0, max_nodes = 0;
+    const Choice* choice = nullptr;  // the noise that the target's choices take, or null: the most probable tokens
+    std::uint64_t position = 0;      // of the tokens behind the root
     std::vector<std::int64_t> end_ids;
     std::vector<std::int64_t> frontier;  // nodes whose children come next, ascending
     std::vector<Node> nodes;
@@ -74,12 +76,18 @@ class GreedyTree {
     }
 
     // Appends the `width` best children of a node, given a row of logits [K] of the ids in `vocabulary`, which is multiplied
-    // with `sharpness` first. Returns false where logits are damaged.
+    // with `sharpness` first where no noise is taken. Returns false where logits are damaged.
     bool add_best(std::int64_t parent, float* logits, std::int64_t num_ids, const std::int64_t* vocabulary, float sharpness,
                   std::int64_t width, Ranking* ranking) {
-        if (!rank_sharp(logits, num_ids, sharpness, width, ranking)) return false;
+        const bool is_sound = choice == nullptr ? rank_sharp(logits, num_ids, sharpness, width, ranking)
+                                                : rank_noisy(logits, num_ids, vocabulary, std::min(width, num_ids), *choice, position + depth_of(parent), ranking);
+        if (!is_sound) return false;
         add_ranked(parent, *ranking, vocabulary);
         return true;
+    }
+
+    std::uint64_t depth_of(std::int64_t node) const {
+        return node == kRoot ? 0 : static_cast<std::uint64_t>(nodes[static_cast<std::size_t>(node)].depth);
     }
 
     void add_ranked(std::int64_t parent, const Ranking& ranking, const std::int64_t* vocabulary) {

@@ -13,4 +13,9 @@ namespace sakiyomi {
 std::int64_t find_best_ids(const float* x, std::int64_t num_rows, const PackedWeight& weight, const float* norm, float eps,
                            std::int64_t* ids, int num_threads, float* bounds);
 
+// y [R, N] of x [R, K], normed first where there is a norm. `is_fine`: inputs of a quantized weight keep 16 bits, as two terms of
+// 8; the second adds to the first's outputs while the weights are still in the cache. Call it without the GIL.
+void multiply_rows(const float* x, std::int64_t num_rows, const PackedWeight& weight, const float* bias, float* y, int num_threads,
+                   bool is_fine, const float* norm, float eps);
+
 }  // namespace sakiyomi

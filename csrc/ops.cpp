@@ -10,6 +10,7 @@
 #include "arrays.hpp"
 #include "attention.hpp"
 #include "dispatch.hpp"
+#include "head.hpp"
 #include "kernels.hpp"
 #include "parallel.hpp"
 #include "two_terms.hpp"
@@ -48,6 +49,44 @@ Caches::Caches(const nb::list& keys, const nb::list& values, const std::vector<s
     }
 }
 
+void multiply_rows(const float* x_rows, std::int64_t num_rows, const PackedWeight& weight, const float* bias, float* y, int num_threads,
+                   bool is_fine, const float* norm_weight, float eps) {
+    const std::int64_t width = weight.num_inputs;
+    const Kernels& kernel = kernels();
+    const std::int64_t num_terms = !weight.is_quantized() ? 0 : is_fine ? 2 : 1;
+    const std::int64_t term_bytes = QuantizedRows::num_bytes(width, num_rows), left_bytes = num_terms == 2 ? width * 4 : 0;
+    const std::int64_t normed_bytes = norm_weight != nullptr ? width * 4 : 0;
+    const int team_size = threads_for(num_threads, num_rows * width * weight.num_outputs / 8);
+    Pool::Lease lease(team_size);
+    const std::int64_t num_sums = num_terms == 2 ? num_rows * kShareBlocks * kLanes : 0;
+    std::uint8_t* scratch = reinterpret_cast<std::uint8_t*>(
+        lease.scratch(static_cast<std::size_t>(num_terms * term_bytes + num_rows * (left_bytes + normed_bytes) + team_size * num_sums * 4)));
+    const QuantizedRows first{scratch, width, num_rows}, rest{scratch + term_bytes, width, num_rows};
+    float* left = reinterpret_cast<float*>(scratch + num_terms * term_bytes);
+    float* normed = reinterpret_cast<float*>(scratch + num_terms * term_bytes + num_rows * left_bytes);
+    const float* sources = norm_weight == nullptr ? x_rows : normed;
+    float* sums = reinterpret_cast<float*>(scratch + num_terms * term_bytes + num_rows * (left_bytes + normed_bytes));
+    const std::int64_t num_outputs = weight.num_outputs;
+    const void* inputs = num_terms == 0 ? static_cast<const void*>(sources) : first.bytes;
+    const LinearJob job = linear_job(weight, inputs, width * 4, num_rows, bias, nullptr, y, num_outputs);
+    lease.run([&](Team& team, int rank) {
+        mark(Phase::kHead);  // the only matrix of a decoder that stands outside its stack
+        if (num_terms > 0 || norm_weight != nullptr)
+            team.share(rank, num_rows, [&](std::int64_t row) {
+                if (norm_weight != nullptr)
+                    kernel.rms_norm(x_rows + row * width, norm_weight, eps, width, normed + row * width);
+                if (num_terms > 0) first.write(kernel, row, sources + row * width, 0, width);
+                if (num_terms == 2) quantize_rest(kernel, first, rest, row, sources + row * width, left + row * width);
+            });
+        team.share(rank, num_shares(weight.num_blocks()), [&](std::int64_t item) {
+            if (num_terms == 2)
+                run_both_terms(kernel, weight, job, rest.bytes, item, sums + rank * num_sums);
+            else
+                run_share(kernel, weight, job, item);
+        });
+    });
+}
+
 namespace {
 
 using Matrix = In<float, nb::ndim<2>>;
@@ -74,8 +113,6 @@ void for_items(int num_threads, std::int64_t count, std::int64_t operations_per_
     });
 }
 
-// `is_fine`: inputs of a quantized weight keep 16 bits, as two terms of 8; the second adds to the first's outputs while
-// the weights are still in the cache. With a `norm` [K] the rows of x are normed first.
 void linear(Matrix x, const PackedWeight& weight, std::optional<Vector> bias, OutMatrix out, int num_threads, bool is_fine,
             std::optional<Vector> norm, float eps) {
     const std::int64_t num_rows = size_of(x, 0), width = weight.num_inputs;
@@ -85,43 +122,8 @@ void linear(Matrix x, const PackedWeight& weight, std::optional<Vector> bias, Ou
     if (bias) check_equal("the length of bias", size_of(*bias, 0), weight.num_outputs);
     if (norm) check_equal("the length of the norm's weight", size_of(*norm, 0), width);
     check_threads(num_threads, kMaxThreads);
-    const Kernels& kernel = kernels();
-    const float* x_rows = x.data();
-    const float* norm_weight = norm ? norm->data() : nullptr;
-    const std::int64_t num_terms = !weight.is_quantized() ? 0 : is_fine ? 2 : 1;
-    const std::int64_t term_bytes = QuantizedRows::num_bytes(width, num_rows), left_bytes = num_terms == 2 ? width * 4 : 0;
-    const std::int64_t normed_bytes = norm ? width * 4 : 0;
     nb::gil_scoped_release released;
-    const int team_size = threads_for(num_threads, num_rows * width * weight.num_outputs / 8);
-    Pool::Lease lease(team_size);
-    const std::int64_t num_sums = num_terms == 2 ? num_rows * kShareBlocks * kLanes : 0;
-    std::uint8_t* scratch = reinterpret_cast<std::uint8_t*>(
-        lease.scratch(static_cast<std::size_t>(num_terms * term_bytes + num_rows * (left_bytes + normed_bytes) + team_size * num_sums * 4)));
-    const QuantizedRows first{scratch, width, num_rows}, rest{scratch + term_bytes, width, num_rows};
-    float* left = reinterpret_cast<float*>(scratch + num_terms * term_bytes);
-    float* normed = reinterpret_cast<float*>(scratch + num_terms * term_bytes + num_rows * left_bytes);
-    const float* sources = norm_weight == nullptr ? x_rows : normed;
-    float* sums = reinterpret_cast<float*>(scratch + num_terms * term_bytes + num_rows * (left_bytes + normed_bytes));
-    float* y = out.data();
-    const std::int64_t num_outputs = weight.num_outputs;
-    const void* inputs = num_terms == 0 ? static_cast<const void*>(sources) : first.bytes;
-    const LinearJob job = linear_job(weight, inputs, width * 4, num_rows, bias ? bias->data() : nullptr, nullptr, y, num_outputs);
-    lease.run([&](Team& team, int rank) {
-        mark(Phase::kHead);  // the only matrix of a decoder that stands outside its stack
-        if (num_terms > 0 || norm_weight != nullptr)
-            team.share(rank, num_rows, [&](std::int64_t row) {
-                if (norm_weight != nullptr)
-                    kernel.rms_norm(x_rows + row * width, norm_weight, eps, width, normed + row * width);
-                if (num_terms > 0) first.write(kernel, row, sources + row * width, 0, width);
-                if (num_terms == 2) quantize_rest(kernel, first, rest, row, sources + row * width, left + row * width);
-            });
-        team.share(rank, num_shares(weight.num_blocks()), [&](std::int64_t item) {
-            if (num_terms == 2)
-                run_both_terms(kernel, weight, job, rest.bytes, item, sums + rank * num_sums);
-            else
-                run_share(kernel, weight, job, item);
-        });
-    });
+    multiply_rows(x.data(), num_rows, weight, bias ? bias->data() : nullptr, out.data(), num_threads, is_fine, norm ? norm->data() : nullptr, eps);
 }
 
 void rms_norm(Matrix x, Vector weight, float eps, OutMatrix out, int num_threads) {

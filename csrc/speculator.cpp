@@ -451,7 +451,9 @@ class MlpDrafts : public DraftSource {
         std::vector<GreedyTree> trees(1);
         trees[0].max_depth = room.max_depth, trees[0].max_nodes = room.max_nodes, trees[0].end_ids = *room.end_ids;
         trees[0].frontier = {GreedyTree::kRoot};
-        if (!start_->grow(*advance_, taps, {last}, vocabulary_, sharpness_, width_, lowest_, trees, num_threads_)) return false;
+        trees[0].choice = room.choice, trees[0].position = room.position;
+        const float sharpness = room.choice == nullptr ? sharpness_ : 1.0f;
+        if (!start_->grow(*advance_, taps, {last}, vocabulary_, sharpness, width_, lowest_, trees, num_threads_)) return false;
         nodes = trees[0].list(lowest_);
         return true;
     }

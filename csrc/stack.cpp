@@ -423,7 +423,7 @@ class DecoderStack {
         if (best) find_best_ids(out.data(), static_cast<std::int64_t>(asked.size()), *head, norm->data(), eps, best->data(), num_threads, nullptr);
     }
 
-    // Several steps of greedy decoding behind `last`, the last token of a text whose other ones stand in the cache, by rules
+    // Several steps of decoding behind `last`, the last token of a text whose other ones stand in the cache, by rules
     // (`BurstRules` of ops/base.py), from `first_taps` [1, T * H], those of the position in front of `last`, or None. The taps of
     // the rows that stay go to `kept` [K, T * H], which bounds their number. Gives the fields of `BurstStep` for each step.
     nb::list run_burst(const PackedWeight& embedding, std::int32_t last, Matrix table, const nb::list& keys, const nb::list& values,
@@ -453,7 +453,7 @@ class DecoderStack {
                        check_threads(num_threads, kMaxThreads)};
         {
             nb::gil_scoped_release released;
-            burst.run(last, first_taps ? first_taps->data() : nullptr, pass);
+            burst.run(last, length + 1, first_taps ? first_taps->data() : nullptr, pass);
         }
         return give_steps(burst);
     }
@@ -630,11 +630,11 @@ class DecoderStack {
         float eps;
         int num_threads;
         std::vector<std::int64_t> best = {};
-        std::vector<float> embedded = {}, states = {}, tapped = {};
+        std::vector<float> embedded = {}, states = {}, tapped = {}, logits = {};
 
         bool has_room(std::int64_t num_rows) const { return caches.lengths()[0] + num_rows <= capacity && num_rows <= room; }
 
-        void run(std::int32_t last, const std::vector<DraftNode>& nodes) {
+        void run(std::int32_t last, const std::vector<DraftNode>& nodes, const Choice* choice) {
             const std::size_t num_rows = nodes.size() + 1, hidden = static_cast<std::size_t>(stack.sizes_.hidden);
             const std::int64_t count = static_cast<std::int64_t>(num_rows);
             std::vector<std::int32_t> positions{static_cast<std::int32_t>(caches.lengths()[0])}, parents{-1};
@@ -650,7 +650,17 @@ class DecoderStack {
             for (std::size_t i = 0; i < tap_layers.size(); ++i) taps.rows.push_back(tapped.data() + i * hidden);
             const RowPlan plan = RowPlan::trees({0, count}, parents.data(), count, PendingRows(1));
             stack.execute_rows(count, embedded.data(), positions.data(), table, plan, caches, first_layer, taps, states.data(), num_threads, {});
-            find_best_ids(states.data(), count, head, norm, eps, best.data(), num_threads, nullptr);
+            if (choice == nullptr) {
+                find_best_ids(states.data(), count, head, norm, eps, best.data(), num_threads, nullptr);
+            } else {
+                logits.resize(num_rows * static_cast<std::size_t>(head.num_outputs));
+                multiply_rows(states.data(), count, head, nullptr, logits.data(), num_threads, true, norm, eps);
+            }
+        }
+
+        std::int64_t choose(std::int64_t row, const Choice* choice, std::uint64_t position) const {
+            if (choice == nullptr) return best[static_cast<std::size_t>(row)];
+            return choose_id(logits.data() + row * head.num_outputs, head.num_outputs, *choice, position);
         }
 
         const float* keep(const std::vector<std::int64_t>& rows) {

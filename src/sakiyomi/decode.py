@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from sakiyomi.ops.base import BurstStep
+from sakiyomi.ops.base import BurstStep, NoisyChoice
 from sakiyomi.sampling.choose import TokenLogprobs, log_probs, takes_the_best
 from sakiyomi.tree import ROOT, Draft
 from sakiyomi.types import Array, Drafter, Model, ModelInfo, Output, Sequence, Span, Verdict, Verifier
@@ -145,6 +145,14 @@ def num_left(sequence: Sequence, info: ModelInfo) -> int:
     if sequence.params.max_tokens is not None:
         left = min(left, sequence.params.max_tokens - sequence.num_new)
     return left
+
+
+def noisy_choice(sequence: Sequence) -> NoisyChoice | None:
+    """How a burst chooses the tokens of a sequence; None: the most probable ones."""
+    params = sequence.params
+    if params.is_greedy:
+        return None
+    return NoisyChoice(sequence.seed, params.temperature, params.top_k, params.top_p, params.min_p)
 
 
 def commit_burst(sequence: Sequence, found: BurstStep, info: ModelInfo) -> Step:

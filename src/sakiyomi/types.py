@@ -423,18 +423,20 @@ class DrafterContext:
 
 
 class BurstSource(NamedTuple):
-    """What drafts for one sequence within a burst (`Ops.greedy_burst`), where no Python runs.
+    """What drafts for one sequence within a burst (`Ops.run_burst`), where no Python runs.
 
     Attributes:
         drafts: an object of the ops' own that does it.
         max_depth, max_nodes: of a draft.
         taps: the taps [1, D] of the last position fed, or None where none are read.
+        is_coupled: whether it takes the noise with which tokens are chosen, where these take some.
     """
 
     drafts: Any
     max_depth: int
     max_nodes: int
     taps: Array | None = None
+    is_coupled: bool = False
 
 
 class Drafter(Protocol):

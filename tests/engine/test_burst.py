@@ -68,7 +68,17 @@ def run_jobs(loaded: LoadedModel, drafter: Drafter, prompts: list[list[int]], pa
     return [job for request in requests for job in request.jobs]
 
 
-DRAFTERS = ["none", "suffix", "suffix:width=1,num_speculative_tokens=3", "mlp", "mlp:width=3,max_nodes=7", "auto"]
+DRAFTERS = [
+    "none",
+    "suffix",
+    "suffix:width=1,num_speculative_tokens=3",
+    "mlp",
+    "mlp:width=3,max_nodes=7",
+    "mlp:draw=argmax",
+    "auto",
+]
+SAMPLED = SamplingParams(temperature=1, max_tokens=120, ignore_eos=True, seed=3)
+FILTERED = [{"temperature": 0.7, "top_p": 0.9}, {"top_k": 5}, {"min_p": 0.05}, {"top_k": 40, "top_p": 0.8}]
 
 
 def drafter_of(name: str, loaded: LoadedModel, mlp: Path) -> Drafter:
@@ -78,16 +88,49 @@ def drafter_of(name: str, loaded: LoadedModel, mlp: Path) -> Drafter:
     return make_drafter(name, loaded, ModelOptions())
 
 
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_tokens_are_those_of_single_steps(
-    toy: LoadedModel, trained_toy: Any, toy_mlp: Path, runs: list[int], without_bursts: Callable[[], None], name: str
+    toy: LoadedModel,
+    trained_toy: Any,
+    toy_mlp: Path,
+    runs: list[int],
+    without_bursts: Callable[[], None],
+    name: str,
+    params: Params,
 ) -> None:
-    prompts = trained_toy.prompts[:6]
-    together = run_jobs(toy, drafter_of(name, toy, toy_mlp), prompts, GREEDY)
+    compare_with_single_steps(toy, trained_toy.prompts[:6], toy_mlp, runs, without_bursts, name, params)
+
+
+@pytest.mark.parametrize("filters", FILTERED, ids=str)
+@pytest.mark.parametrize("name", ["suffix", "mlp:width=2,max_nodes=5"])
+def test_filters_are_those_of_single_steps(
+    trained_toy: Any,
+    toy_mlp: Path,
+    runs: list[int],
+    without_bursts: Callable[[], None],
+    name: str,
+    filters: dict[str, float],
+) -> None:
+    params = Params(max_tokens=60, ignore_eos=True, seed=5, **filters)  # type: ignore[arg-type]
+    toy = load(trained_toy)
+    compare_with_single_steps(toy, trained_toy.prompts[:4], toy_mlp, runs, without_bursts, name, params)
+
+
+def compare_with_single_steps(
+    toy: LoadedModel,
+    prompts: list[list[int]],
+    mlp: Path,
+    runs: list[int],
+    without_bursts: Callable[[], None],
+    name: str,
+    params: Params,
+) -> None:
+    together = run_jobs(toy, drafter_of(name, toy, mlp), prompts, params)
     assert max(runs) > 3
     num_bursts = len(runs)
     without_bursts()
-    apart = run_jobs(toy, drafter_of(name, toy, toy_mlp), prompts, GREEDY)
+    apart = run_jobs(toy, drafter_of(name, toy, mlp), prompts, params)
     assert len(runs) == num_bursts
     for one, other in zip(together, apart, strict=True):
         assert one.sequence.tokens == other.sequence.tokens
@@ -109,7 +152,8 @@ def test_tokens_are_those_of_single_steps(
         Params(temperature=0, max_tokens=60, logit_bias={3: 5.0}),
         Params(temperature=0, max_tokens=60, repetition_penalty=1.1),
         Params(temperature=0, max_tokens=60, logprobs=2),
-        Params(temperature=0.8, max_tokens=60, seed=4),
+        Params(temperature=0.8, max_tokens=60, seed=4, n=2),
+        Params(temperature=0.8, max_tokens=60, seed=4, presence_penalty=0.2),
         Params(temperature=0, max_tokens=None),
     ],
     ids=lambda params: str(params)[-40:],
@@ -348,8 +392,8 @@ def test_impossible_arguments_are_refused(trained_toy: Any, monkeypatch: pytest.
         caught.append((self, *arguments))
         raise KeyboardInterrupt
 
-    whole = NativeOps.greedy_burst
-    monkeypatch.setattr(NativeOps, "greedy_burst", catch)
+    whole = NativeOps.run_burst
+    monkeypatch.setattr(NativeOps, "run_burst", catch)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([1, 2, 3], GREEDY)
     ops, *fields = caught[0]

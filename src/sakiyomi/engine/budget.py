@@ -23,7 +23,7 @@ from math import ceil
 from typing import Literal, Protocol, get_args
 from weakref import WeakKeyDictionary
 
-from sakiyomi.decode import Step, num_left, propose
+from sakiyomi.decode import Step, noisy_choice, num_left, propose
 from sakiyomi.engine.acceptance import EDGES, FADE_SHARED, FIRST_OF_DEPTHS, Acceptance, Rates
 from sakiyomi.engine.costs import DraftCosts, PassCosts
 from sakiyomi.errors import ParameterError
@@ -85,7 +85,7 @@ class Plan:
 
 @dataclass(eq=False)
 class BurstPlan:
-    """What a burst goes by; for `first_taps` see `Ops.greedy_burst`, `curve` as in `Plan`."""
+    """What a burst goes by; for `first_taps` see `Ops.run_burst`, `curve` as in `Plan`."""
 
     rules: BurstRules
     first_taps: Array | None = None
@@ -391,6 +391,7 @@ class AdaptiveBudget:
             rest=self._rest(source, outlook, curve),
             offsets=offsets,
             slopes=slopes,
+            is_coupled=own is not None and own.is_coupled,
         )
 
     def record_burst(self, sequence: Sequence, plan: BurstPlan, found: BurstStep, context: int) -> None:
@@ -428,12 +429,24 @@ def _burst_rules(sequence: Sequence, info: ModelInfo, seconds: Seq[float], rate:
         num_left=num_left(sequence, info),
         max_steps=MAX_BURST_STEPS if sequence.num_steps else 1,  # nobody shall wait longer for the first token
         max_seconds=0.0,
+        choice=noisy_choice(sequence),
     )
 
 
 def _free_rules(own: BurstSource, cap: int, offsets: list[float], slopes: list[float]) -> SourceRules:
     """The rules of a source that is always asked."""
-    return SourceRules(own.drafts, min(cap, own.max_depth), min(cap, own.max_nodes), (), (), 0, 0, offsets, slopes)
+    return SourceRules(
+        drafts=own.drafts,
+        max_depth=min(cap, own.max_depth),
+        max_nodes=min(cap, own.max_nodes),
+        survivals=(),
+        seconds=(),
+        num_rested=0,
+        rest=0,
+        offsets=offsets,
+        slopes=slopes,
+        is_coupled=own.is_coupled,
+    )
 
 
 def _missing(plan: Plan, index: int) -> float:

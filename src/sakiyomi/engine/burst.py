@@ -1,4 +1,4 @@
-"""Bursts: several greedy steps of one sequence in one call of the model (`Ops.greedy_burst`), where no Python runs.
+"""Bursts: several steps of one sequence in one call of the model (`Ops.run_burst`), where no Python runs.
 
 Beside a small model Python is a large share of a step: each pass drives its code and objects out of the caches. A burst
 goes by what is known when it begins; what it found out is learnt behind it.
@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 from sakiyomi.decode import Step, commit_burst, observe_burst
 from sakiyomi.engine.budget import Budget
 from sakiyomi.ops.base import BurstRules, BurstStep
-from sakiyomi.sampling.choose import takes_the_best
+from sakiyomi.sampling.choose import takes_logits_as_they_are
 from sakiyomi.types import Array, Drafter, Model, ModelInfo, Sequence, Verifier
 
 BURST_SECONDS = 0.04
@@ -32,7 +32,7 @@ class BurstModel(Protocol):
     def burst(
         self, cache: Any, last: int, taps: Seq[int], first_taps: Array | None, rules: BurstRules
     ) -> tuple[list[BurstStep], Array]:
-        """As `Ops.greedy_burst`."""
+        """As `Ops.run_burst`."""
         ...
 
 
@@ -50,7 +50,7 @@ def run_burst(
         cap: nodes of a draft at most.
         max_seconds: a step that ends later is the last one.
     """
-    if not takes_the_best(sequence.history()):
+    if not takes_logits_as_they_are(sequence.history()):
         return []
     plan = budget.plan_burst(sequence, cap, model.info)
     if plan is None:

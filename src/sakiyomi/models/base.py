@@ -72,7 +72,7 @@ class DecoderModel:
     def burst(
         self, cache: KVCache, last: int, taps: Sequence[int], first_taps: Array | None, rules: BurstRules
     ) -> tuple[list[BurstStep], Array]:
-        """Several greedy steps of one sequence in one call (see `Ops.greedy_burst`), whose rows the cache commits."""
+        """Several steps of one sequence in one call (see `Ops.run_burst`), whose rows the cache commits."""
         with self._pass.lock:
             cache.reserve(0)
             steps, kept = self.decoder.burst(last, cache.slots(), cache.capacity, taps, first_taps, rules)

@@ -229,10 +229,10 @@ class Decoder:
         first_taps: Array | None,
         rules: BurstRules,
     ) -> tuple[list[BurstStep], Array]:
-        """Several greedy steps of the decoder, which must not skip layers (`Ops.greedy_burst`)."""
+        """Several steps of the decoder, which must not skip layers (`Ops.run_burst`)."""
         ((start, layers, spec),) = self._stretches(0, self.config.num_layers)
         head = LanguageHead(self.norm, self.config.eps, self.head)
-        steps, kept = self.ops.greedy_burst(
+        steps, kept = self.ops.run_burst(
             last, self.embedding, layers, spec, slots, capacity, taps, first_taps, head, rules
         )
         self._stretch_rows[start, len(layers)] += sum(1 + step.num_draft for step in steps)

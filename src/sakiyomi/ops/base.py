@@ -217,6 +217,7 @@ class SourceRules(NamedTuple):
             ... tokens of a draft, and what a draft of as many nodes costs. Empty for one that is always asked.
         num_rested, rest: steps since it was asked, and behind how many it is tried although it does not pay.
         offsets, slopes: for each kind of nodes how one is believed: offset + slope * confidence, given its parent.
+        is_coupled: whether it takes the noise with which tokens are chosen, where these take some.
     """
 
     drafts: Any
@@ -228,10 +229,21 @@ class SourceRules(NamedTuple):
     rest: int
     offsets: Sequence[float]
     slopes: Sequence[float]
+    is_coupled: bool
+
+
+class NoisyChoice(NamedTuple):
+    """How tokens are chosen at a temperature above 0 (sampling/choose.py): the seed of the noise, and the filters."""
+
+    seed: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
 
 
 class BurstRules(NamedTuple):
-    """What the steps of a burst go by (`Ops.greedy_burst`).
+    """What the steps of a burst go by (`Ops.run_burst`).
 
     Attributes:
         sources: asked in this order.
@@ -242,6 +254,7 @@ class BurstRules(NamedTuple):
         end_ids: the ids that end the text.
         num_left: tokens that may come at most.
         max_steps, max_seconds: the burst is over behind so many steps, or the first one that ends so late.
+        choice: None: the most probable tokens.
     """
 
     sources: tuple[SourceRules, ...]
@@ -253,6 +266,7 @@ class BurstRules(NamedTuple):
     num_left: int
     max_steps: int
     max_seconds: float
+    choice: NoisyChoice | None
 
 
 class BurstDraft(NamedTuple):
@@ -373,7 +387,7 @@ class Ops(ABC):
     has_best_ids: bool = False
     """Whether `best_ids` costs less than `normed_logits`, so that logits are not made before somebody asks for them."""
     has_bursts: bool = False
-    """Whether there is a `greedy_burst`."""
+    """Whether there is a `run_burst`."""
 
     # ---- arrays and weights
 
@@ -601,7 +615,7 @@ class Ops(ABC):
 
     # ---- steps
 
-    def greedy_burst(
+    def run_burst(
         self,
         last: int,
         embedding: Weight,
@@ -614,7 +628,7 @@ class Ops(ABC):
         head: LanguageHead,
         rules: BurstRules,
     ) -> tuple[list[BurstStep], Array]:
-        """Several steps of greedy decoding in one call, where `has_bursts`: draft, pass, follow the best ids, commit.
+        """Several steps of decoding in one call, where `has_bursts`: draft, pass, follow the chosen tokens, commit.
 
         It ends early before a step that it cannot make (too little room, a source without `drafts`, damaged logits).
 

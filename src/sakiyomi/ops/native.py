@@ -383,7 +383,7 @@ class NativeOps(Ops):
         )
         return (states if count else None), tapped, best
 
-    def greedy_burst(
+    def run_burst(
         self,
         last: int,
         embedding: Any,

@@ -271,8 +271,12 @@ def treats_ids_unalike(params: SamplingParams, num_new: int) -> bool:
 
 def takes_the_best(history: History) -> bool:
     """Whether `choose` takes the largest of the logits as they are, and nobody asks for more of them."""
-    params = history.params
-    return params.is_greedy and params.logprobs is None and not depends_on_ids(history)
+    return history.params.is_greedy and takes_logits_as_they_are(history)
+
+
+def takes_logits_as_they_are(history: History) -> bool:
+    """Whether `choose` changes no logits here or later, and nobody asks for more of them than what it chooses."""
+    return history.params.logprobs is None and not depends_on_ids(history)
 
 
 def _is_too_short(history: History) -> bool:
