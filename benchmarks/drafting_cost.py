@@ -6,8 +6,9 @@
 By default heads of realistic sizes with random weights (random_heads.py), 3,072 ids, matrices in 4 bits: EAGLE-3
 with 3 tokens, P-EAGLE with 5, Medusa with 4, beside `mlp` with 2 (where one comes with the package) and `suffix`. A
 plain step and one with the drafter take turns on the same answer; drafting is `propose` plus `observe`, medians of
-all steps. Random heads are never right, so each proposal begins with one new row; more rows cost little more. Prints a
-table and, as its last line, one JSON object.
+all steps. Random heads are never right, so each proposal begins with one new row; more rows cost little more. For
+drafters that draft within bursts (`suffix`, `mlp`) the same of whole answers, drafting as they tell it. Prints a table
+and, as its last line, one JSON object.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ DEPTHS = {"eagle3": 3, "peagle": 5, "medusa": 4}
 LIMITS = {"eagle3": 0.22, "peagle": 0.18, "medusa": 0.10, "mlp": 0.05}
 PROMPT = "Describe a long walk through an old town: its streets, its people and what they do in the morning."
 NUM_IDS = 3072
+NUM_ANSWERS = 9
 
 
 class Timed(Drafter):
@@ -76,13 +78,25 @@ def main() -> None:
         specs = arguments.drafter or default_drafters(target, Path(folder), arguments.bits)
         drafters = {spec: make_drafter(spec, target, ModelOptions()) for spec in specs}
         shares = measure(target, drafters, arguments.steps, arguments.temperature)
-    print(f"{'drafter':40} {'ms':>7} {'share of a plain step':>22} {'limit':>6}")
+        bursts = {
+            spec: measure_bursts(target, drafter, arguments.temperature)
+            for spec, drafter in drafters.items()
+            if spec.partition(":")[0] in ("mlp", "suffix")
+        }
+    print(f"{'drafter':40} {'ms':>7} {'share of a plain step':>22} {'limit':>6}  within bursts")
     for spec, (ms, share) in shares.items():
         name = spec.partition(":")[0]
         limit = LIMITS.get(name)
         shown = f"{spec[:38]:40}" if arguments.drafter else f"{name:40}"
-        print(f"{shown} {ms:7.3f} {100 * share:20.1f} % {'' if limit is None else f'{100 * limit:.0f} %':>6}")
-    print(json.dumps({spec.partition(":")[0]: {"ms": ms, "share": share} for spec, (ms, share) in shares.items()}))
+        print(f"{shown} {ms:7.3f} {100 * share:20.1f} % {'' if limit is None else f'{100 * limit:.0f} %':>6}  {told(bursts.get(spec))}")
+    found = {spec.partition(":")[0]: {"ms": ms, "share": share} for spec, (ms, share) in shares.items()}
+    for spec, (ms, share) in bursts.items():
+        found[spec.partition(":")[0]] |= {"burst_ms": ms, "burst_share": share}
+    print(json.dumps(found))
+
+
+def told(cost: tuple[float, float] | None) -> str:
+    return "" if cost is None else f"{cost[0]:.3f} ms, {100 * cost[1]:.1f} %"
 
 
 def default_drafters(target: LoadedModel, folder: Path, bits: int) -> list[str]:
@@ -112,6 +126,19 @@ def measure(
         bases.append(plain)
     print(f"a plain step takes {statistics.median(bases):.3f} ms")
     return shares
+
+
+def measure_bursts(target: LoadedModel, drafter: Drafter, temperature: float) -> tuple[float, float]:
+    """Milliseconds of drafting per step of answers, and their share of a plain step of answers in the same turns."""
+    plain, drafted = LLM.from_loaded(target), LLM.from_loaded(target, drafter=drafter)
+    params = SamplingParams(temperature=temperature, max_tokens=128, ignore_eos=True, seed=0)
+    pairs = []
+    for _ in range(NUM_ANSWERS + 1):
+        alone, beside = (llm.chat([{"role": "user", "content": PROMPT}], params)[0] for llm in (plain, drafted))
+        step_s = alone.timing.decode_s / alone.speculation.num_steps
+        draft_s = beside.timing.draft_s / beside.speculation.num_steps
+        pairs.append((1e3 * draft_s, draft_s / step_s))
+    return statistics.median(ms for ms, _ in pairs[1:]), statistics.median(share for _, share in pairs[1:])
 
 
 def _take_turns(target: LoadedModel, timed: Timed, num_steps: int, temperature: float) -> tuple[float, float]:
