@@ -21,6 +21,7 @@ using sakiyomi::LinearJob;
 using sakiyomi::Storage;
 using sakiyomi::value_bytes;
 
+enum { kFarBytes = 7680 };
 enum { kAheadBytes = 1920 };  // six groups of nibbles: far enough for memory to answer, near enough to stay in the first cache
 
 inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -100,13 +101,31 @@ struct Ahead {
     int64_t first, step;
 };
 
+// Whether the second cache is to fetch further ahead for a tile: where products take about as long as memory, its answers come
+// too unevenly for the first cache's few requests in flight.
+constexpr bool is_fetched_twice(int rows) { return rows >= kFirstFarRows && rows <= kLastFarRows; }
+
+// From the group at `next` to that of the following tile, where it lies behind `end`.
+template <int BLOCKS>
+inline void wrap(Ahead& ahead, int64_t block_bytes) {
+    if (ahead.next < ahead.end) return;
+    ahead.next += (BLOCKS - 1) * block_bytes;
+    ahead.end = ahead.next + BLOCKS * block_bytes;
+}
+
+template <Storage STORAGE, int BLOCKS>
+inline void fetch_far_ahead(Ahead& ahead, int64_t block_bytes) {
+    wrap<BLOCKS>(ahead, block_bytes);
+    constexpr int kBytes = STORAGE == Storage::kNibbles ? 320 : 576;
+    for (int b = 0; b < BLOCKS; ++b)
+        for (int line = 0; line < kBytes; line += 64) prefetch_far(ahead.next + b * block_bytes + line);
+    ahead.next += kBytes;
+}
+
 template <Storage STORAGE, int BLOCKS>
 inline void fetch_ahead(Ahead& ahead, int64_t block_bytes) {
     if (ahead.next == nullptr) return;
-    if (ahead.next >= ahead.end) {
-        ahead.next += (BLOCKS - 1) * block_bytes;
-        ahead.end = ahead.next + BLOCKS * block_bytes;
-    }
+    wrap<BLOCKS>(ahead, block_bytes);
     constexpr int kBytes = STORAGE == Storage::kNibbles ? 320 : 576;
     if (ahead.step == 1) {
         for (int b = 0; b < BLOCKS; ++b)
@@ -144,8 +163,10 @@ __attribute__((noinline)) void quantized_tile(const LinearJob& job, int64_t row,
     Totals<ROWS, BLOCKS, ROWS * BLOCKS <= kHeldTotals> totals(room);
     for (int r = 0; r < ROWS; ++r)
         for (int b = 0; b < BLOCKS; ++b) totals.set(r, b, set1(0.0f));
+    Ahead far{weights + kFarBytes, weights + block_bytes, 0, 1};
     for (int64_t group = 0; group < num_groups; ++group) {
         fetch_ahead<STORAGE, BLOCKS>(ahead, block_bytes);
+        if (is_fetched_twice(ROWS) && ahead.step == 1) fetch_far_ahead<STORAGE, BLOCKS>(far, block_bytes);
         Vi sums[ROWS][BLOCKS];
         dot_group<STORAGE, ROWS, BLOCKS>(weights, block_bytes,
                                          reinterpret_cast<const int8_t*>(group_inputs) + row * kGroup, sums);

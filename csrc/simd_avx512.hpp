@@ -17,6 +17,8 @@ inline __mmask16 first_lanes(int64_t n) { return static_cast<__mmask16>((1u << n
 
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 inline void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }  // into the second cache
+// Rows of a tile from and up to which the second cache fetches further ahead.
+enum { kFirstFarRows = 4, kLastFarRows = 6 };
 
 inline Vf set1(float x) { return _mm512_set1_ps(x); }
 inline Vf load(const float* p) { return _mm512_loadu_ps(p); }
