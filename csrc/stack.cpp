@@ -48,7 +48,7 @@ struct Sizes {
 };
 
 enum {
-    kMaxRepeatedRows = 8,
+    kMaxRepeatedRows = 16,
     kFetchBytes = 1280,  // of each block of the next matrix
     kGateColumns = 2 * kShareBlocks * kLanes,  // gate and up of a share
 };
