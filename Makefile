@@ -76,7 +76,7 @@ sanitize: setup
 		echo "sanitized kernel tests: $$isa"; \
 		PYTHONPATH=$(SANITIZED) SAKIYOMI_ISA=$$isa ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 		LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
-		$(BIN)/python -c '$(WITHOUT_EDITABLE)' -q -p no:cacheprovider tests/ops/test_native.py tests/ops/test_bitwise.py tests/ops/test_head.py tests/ops/test_pool.py tests/models/test_native.py tests/models/test_packed.py tests/sampling -k "not torch and not fork"; \
+		$(BIN)/python -c '$(WITHOUT_EDITABLE)' -q -p no:cacheprovider tests/ops/test_native.py tests/ops/test_bitwise.py tests/ops/test_head.py tests/ops/test_pool.py tests/models/test_native.py tests/models/test_packed.py tests/sampling tests/engine/test_burst.py -k "not torch and not fork"; \
 	done
 
 # The NEON kernels against the portable ones, bit by bit: natively on 64-bit Arm, elsewhere cross-compiled and emulated.

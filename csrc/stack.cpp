@@ -668,7 +668,7 @@ class DecoderStack {
             std::vector<std::int64_t> source, target;
             for (std::int64_t i = 0; i < count; ++i) {
                 const std::int64_t row = rows[static_cast<std::size_t>(i)];
-                std::memcpy(kept + i * width, tapped.data() + row * width, static_cast<std::size_t>(width) * sizeof(float));
+                std::copy_n(tapped.data() + row * width, width, kept + i * width);
                 if (row != i) source.push_back(length + row), target.push_back(length + i);
             }
             if (!source.empty()) caches.move(0, source, target);
