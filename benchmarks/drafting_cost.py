@@ -88,7 +88,8 @@ def main() -> None:
         name = spec.partition(":")[0]
         limit = LIMITS.get(name)
         shown = f"{spec[:38]:40}" if arguments.drafter else f"{name:40}"
-        print(f"{shown} {ms:7.3f} {100 * share:20.1f} % {'' if limit is None else f'{100 * limit:.0f} %':>6}  {told(bursts.get(spec))}")
+        most = "" if limit is None else f"{100 * limit:.0f} %"
+        print(f"{shown} {ms:7.3f} {100 * share:20.1f} % {most:>6}  {told(bursts.get(spec))}")
     found = {spec.partition(":")[0]: {"ms": ms, "share": share} for spec, (ms, share) in shares.items()}
     for spec, (ms, share) in bursts.items():
         found[spec.partition(":")[0]] |= {"burst_ms": ms, "burst_share": share}

@@ -9,6 +9,7 @@ void bind_ops(nb::module_&);
 void bind_head(nb::module_&);
 void bind_stack(nb::module_&);
 void bind_suffix(nb::module_&);
+void bind_ngram(nb::module_&);
 void bind_speculator(nb::module_&);
 void bind_medusa(nb::module_&);
 void bind_bench(nb::module_&);
@@ -20,6 +21,7 @@ NB_MODULE(_native, m) {
     bind_head(m);
     bind_stack(m);
     bind_suffix(m);
+    bind_ngram(m);
     bind_speculator(m);
     bind_medusa(m);
     bind_bench(m);

@@ -11,13 +11,18 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
-from typing import Literal
+from typing import Any, Literal
 
 from sakiyomi.errors import ParameterError
 from sakiyomi.lookup.prediction import PredictionReader
 from sakiyomi.plugins import MAX_DRAFT_TOKENS, check_bounds
 from sakiyomi.tree import Draft, expected_length
-from sakiyomi.types import Drafter, DrafterContext, Sequence
+from sakiyomi.types import BurstSource, Drafter, DrafterContext, Sequence
+
+try:
+    from sakiyomi._native import NgramSource
+except ImportError:
+    NgramSource = None
 
 MAX_NGRAM = 64
 DOUBT = 3.0
@@ -67,10 +72,7 @@ class NgramDrafter(Drafter):
     def _propose(self, sequence: Sequence, budget: int) -> Draft:
         if budget <= 0:
             return Draft.empty()
-        memo = sequence.memo
-        if not isinstance(memo, _Memo):
-            prediction = None if sequence.prediction is None else PredictionReader(sequence.prediction)
-            memo = sequence.memo = _Memo(NgramIndex(self.config), prediction, sequence.num_prompt)
+        memo = self._memo_of(sequence)
         memo.index.extend(sequence.tokens)
         max_tokens = min(budget, self.config.num_speculative_tokens)
         draft = _believe(*memo.index.lookup(sequence.tokens, max_tokens))
@@ -80,12 +82,31 @@ class NgramDrafter(Drafter):
         memo.num_read = len(sequence.tokens)
         return max(draft, memo.prediction.draft(max_tokens, MIN_CONFIDENCE), key=expected_length)
 
+    def burst_source(self, sequence: Sequence) -> BurstSource | None:
+        if NgramSource is None or sequence.prediction is not None:
+            return None
+        memo, config = self._memo_of(sequence), self.config
+        if memo.source is None:
+            memo.source = NgramSource(config.min_ngram, config.max_ngram, config.occurrence == "earliest", DOUBT)
+        memo.source.extend(sequence.tokens[len(memo.source) :])
+        return BurstSource(memo.source, config.num_speculative_tokens, config.num_speculative_tokens)
+
+    def _memo_of(self, sequence: Sequence) -> _Memo:
+        memo = sequence.memo
+        if not isinstance(memo, _Memo):
+            prediction = None if sequence.prediction is None else PredictionReader(sequence.prediction)
+            memo = sequence.memo = _Memo(NgramIndex(self.config), prediction, sequence.num_prompt)
+        return memo
+
 
 @dataclass
 class _Memo:
+    """What the drafter keeps for a sequence: an index for steps, and its like for bursts."""
+
     index: NgramIndex
     prediction: PredictionReader | None
     num_read: int
+    source: Any = None
 
 
 class NgramIndex:
