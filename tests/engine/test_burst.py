@@ -177,6 +177,21 @@ def test_every_kind_of_request_ends_as_it_does_without(
         )
 
 
+@pytest.mark.parametrize("budget", ["adaptive", "fixed"])
+@pytest.mark.parametrize("wish", [False, 1, 2, 5])
+def test_no_more_is_drafted_than_a_request_allows(
+    trained_toy: Any, toy_mlp: Path, runs: list[int], budget: Any, wish: bool | int
+) -> None:
+    loaded = load(trained_toy)
+    name = "auto" if budget == "adaptive" else "suffix"
+    llm = LLM.from_loaded(loaded, drafter=drafter_of(name, loaded, toy_mlp), budget=budget)
+    requests = [llm.requests.build(prompt, GREEDY, None, wish) for prompt in trained_toy.prompts[:6]]
+    llm.run(requests)
+    counts = {step.num_draft for request in requests for job in request.jobs for step in job.steps}
+    assert max(runs) > 3
+    assert max(counts) == int(wish) if budget == "fixed" else max(counts) <= int(wish)
+
+
 @dataclass
 class Watcher:
     """A stop string that ends with the n-th token."""

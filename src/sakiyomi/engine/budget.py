@@ -125,7 +125,7 @@ class FixedBudget:
         return None
 
     def plan_burst(self, sequence: Sequence, cap: int, info: ModelInfo) -> BurstPlan | None:
-        rules = _burst_rules(sequence, info, [0.0] * (MAX_DRAFT_NODES + 2), 0.0)
+        rules = _burst_rules(sequence, info, [0.0] * (cap + 2), 0.0)
         if cap <= 0 or not self._drafter.sources():
             return BurstPlan(rules)
         own = self._drafter.burst_source(sequence)
@@ -346,7 +346,7 @@ class AdaptiveBudget:
 
     def plan_burst(self, sequence: Sequence, cap: int, info: ModelInfo) -> BurstPlan | None:
         curve = self._passes.curve(sequence.cache.length, 32)
-        rules = _burst_rules(sequence, info, curve, self._rate(1, curve))
+        rules = _burst_rules(sequence, info, curve[: cap + 2], self._rate(1, curve))
         plan = BurstPlan(rules, curve=curve)
         if cap <= 0:
             return plan
@@ -418,7 +418,7 @@ class AdaptiveBudget:
 
 
 def _burst_rules(sequence: Sequence, info: ModelInfo, seconds: Seq[float], rate: float) -> BurstRules:
-    """The rules of plain steps."""
+    """The rules of plain steps; `seconds` of a pass, for as many rows as a step may have."""
     return BurstRules(
         sources=(),
         seconds=seconds,
