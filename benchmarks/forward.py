@@ -415,7 +415,7 @@ def profile_steps(ours: Ours, prompt: int, tokens: int) -> Profile:
     """A step of plain decoding through the public interface, text included; the prompt is left out.
 
     Several steps are made at once, with the first of their tokens: each counts as the mean of its like. They are made
-    for 8 milliseconds in place of 40, so that what disturbs some spoils few; Python's share comes out too large by that.
+    for 8 milliseconds in place of 40, so that what disturbs some spoils few; by that Python's share is told too large.
     """
     params = SamplingParams(temperature=0, max_tokens=tokens + 1, ignore_eos=True)
     bursts: list[list[Profile]] = []

@@ -14,15 +14,11 @@ from operator import mul
 from typing import Any, Literal
 
 from sakiyomi.errors import ParameterError
+from sakiyomi.lookup.automaton import new_ngram_source
 from sakiyomi.lookup.prediction import PredictionReader
 from sakiyomi.plugins import MAX_DRAFT_TOKENS, check_bounds
 from sakiyomi.tree import Draft, expected_length
 from sakiyomi.types import BurstSource, Drafter, DrafterContext, Sequence
-
-try:
-    from sakiyomi._native import NgramSource
-except ImportError:
-    NgramSource = None
 
 MAX_NGRAM = 64
 DOUBT = 3.0
@@ -83,11 +79,14 @@ class NgramDrafter(Drafter):
         return max(draft, memo.prediction.draft(max_tokens, MIN_CONFIDENCE), key=expected_length)
 
     def burst_source(self, sequence: Sequence) -> BurstSource | None:
-        if NgramSource is None or sequence.prediction is not None:
+        if sequence.prediction is not None:
             return None
         memo, config = self._memo_of(sequence), self.config
         if memo.source is None:
-            memo.source = NgramSource(config.min_ngram, config.max_ngram, config.occurrence == "earliest", DOUBT)
+            is_earliest = config.occurrence == "earliest"
+            memo.source = new_ngram_source(config.min_ngram, config.max_ngram, is_earliest, DOUBT)
+        if memo.source is None:
+            return None
         memo.source.extend(sequence.tokens[len(memo.source) :])
         return BurstSource(memo.source, config.num_speculative_tokens, config.num_speculative_tokens)
 

@@ -16,9 +16,9 @@ from itertools import islice
 from typing import Any, Protocol
 
 try:
-    from sakiyomi._native import SuffixAutomaton, SuffixSource
+    from sakiyomi._native import NgramSource, SuffixAutomaton, SuffixSource
 except ImportError:
-    SuffixAutomaton = SuffixSource = None
+    NgramSource = SuffixAutomaton = SuffixSource = None
 
 MAX_COUNT = 255
 """Counts are exact below this."""
@@ -273,3 +273,8 @@ def new_source(automaton: Automaton, width: int, min_match: int, min_confidence:
     if SuffixAutomaton is None or not isinstance(automaton, SuffixAutomaton):
         return None
     return SuffixSource(automaton, width, min_match, min_confidence, doubt)
+
+
+def new_ngram_source(min_ngram: int, max_ngram: int, keeps_earliest: bool, doubt: float) -> Any | None:
+    """What drafts as `drafters/ngram.py` does within a burst, from a text that `extend` appends to; None without C++."""
+    return None if NgramSource is None else NgramSource(min_ngram, max_ngram, keeps_earliest, doubt)
