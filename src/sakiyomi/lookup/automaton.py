@@ -276,5 +276,5 @@ def new_source(automaton: Automaton, width: int, min_match: int, min_confidence:
 
 
 def new_ngram_source(min_ngram: int, max_ngram: int, keeps_earliest: bool, doubt: float) -> Any | None:
-    """What drafts as `drafters/ngram.py` does within a burst, from a text that `extend` appends to; None without C++."""
+    """What drafts as `drafters/ngram.py` does within a burst, from a text that `extend` appends to; else None."""
     return None if NgramSource is None else NgramSource(min_ngram, max_ngram, keeps_earliest, doubt)
