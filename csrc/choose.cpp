@@ -720,6 +720,16 @@ NewDoubles map(const Input& input, Function function) {
     return NewDoubles(result, {size}, owner);
 }
 
+// Empties the ranking and reads the row; returns false where there is a nan or nothing above -inf.
+bool start_ranking(const float* logits, std::int64_t size, Scratch& scratch, Ranking* ranking, Row* row) {
+    ranking->ids.clear();
+    ranking->confidences.clear();
+    float max;
+    if (size == 0 || !scan(logits, size, scratch.block_max, &max) || !(max > -kInfinity)) return false;
+    *row = read_row(logits, size, max, scratch);
+    return true;
+}
+
 NewDoubles gumbel(std::uint64_t seed, std::uint64_t t, Ids ids) {
     const NoiseKey key(seed, t);
     return map(ids, [&](std::int64_t id) { return gumbel_of(random_word(key, static_cast<std::uint32_t>(id))); });
@@ -729,11 +739,8 @@ NewDoubles gumbel(std::uint64_t seed, std::uint64_t t, Ids ids) {
 
 bool sakiyomi::rank_row(const float* logits, std::int64_t size, std::int64_t count, Ranking* ranking) {
     Scratch& scratch = thread_scratch;
-    ranking->ids.clear();
-    ranking->confidences.clear();
-    float max;
-    if (size == 0 || !scan(logits, size, scratch.block_max, &max) || !(max > -kInfinity)) return false;
-    const Row row = read_row(logits, size, max, scratch);
+    Row row;
+    if (!start_ranking(logits, size, scratch, ranking, &row)) return false;
     const double log_total = exact_log(total_weight(row, 1.0, kNoLowest));
     if (count == 1) {
         scratch.keys.assign(1, key_of(row.max, static_cast<std::uint32_t>(first_largest(row))));
@@ -756,11 +763,8 @@ std::int64_t sakiyomi::choose_id(const float* logits, std::int64_t size, const C
 bool sakiyomi::rank_noisy(const float* logits, std::int64_t size, const std::int64_t* ids, std::int64_t count, const Choice& choice,
                           std::uint64_t position, Ranking* ranking) {
     Scratch& scratch = thread_scratch;
-    ranking->ids.clear();
-    ranking->confidences.clear();
-    float max;
-    if (size == 0 || !scan(logits, size, scratch.block_max, &max) || !(max > -kInfinity)) return false;
-    const Row row = read_row(logits, size, max, scratch);
+    Row row;
+    if (!start_ranking(logits, size, scratch, ranking, &row)) return false;
     const Settings settings{choice.seed, position, choice.temperature, choice.top_p, choice.min_p, std::min(choice.top_k, size)};
     const Cut cut = find_cut(row, settings, scratch);
     const NoiseKey key(choice.seed, position);
