@@ -7,8 +7,8 @@ By default heads of realistic sizes with random weights (random_heads.py), 3,072
 with 3 tokens, P-EAGLE with 5, Medusa with 4, beside `mlp` with 2 (where one comes with the package) and `suffix`. A
 plain step and one with the drafter take turns on the same answer; drafting is `propose` plus `observe`, medians of
 all steps. Random heads are never right, so each proposal begins with one new row; more rows cost little more. For
-drafters that draft within bursts (`suffix`, `mlp`) the same of whole answers, drafting as they tell it. Prints a table
-and, as its last line, one JSON object.
+drafters that draft within bursts (`suffix`, `ngram`, `mlp`) the same of whole answers, drafting as they tell it. Prints
+a table and, as its last line, one JSON object.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def main() -> None:
         bursts = {
             spec: measure_bursts(target, drafter, arguments.temperature)
             for spec, drafter in drafters.items()
-            if spec.partition(":")[0] in ("mlp", "suffix")
+            if spec.partition(":")[0] in ("mlp", "suffix", "ngram")
         }
     print(f"{'drafter':40} {'ms':>7} {'share of a plain step':>22} {'limit':>6}  within bursts")
     for spec, (ms, share) in shares.items():

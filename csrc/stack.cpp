@@ -441,16 +441,15 @@ class DecoderStack {
         check_equal("the width of kept", static_cast<std::int64_t>(kept.shape(1)), width);
         if (first_taps) check_equal("the width of first_taps", static_cast<std::int64_t>(first_taps->shape(1)), width);
         check(!first_taps || first_taps->shape(0) == 1, "first_taps must be one row.");
-        check(length >= 0 && capacity <= static_cast<std::int64_t>(table.shape(0)), "a position is outside the table.");
+        check(length >= 0 && length <= capacity && capacity <= static_cast<std::int64_t>(table.shape(0)), "a position is outside the table.");
         check_tokens(&last, 1, embedding);
         check_tap_layers(taps);
         Burst burst(rules, width);
         const PendingRows pending(1);
-        const Caches caches(keys, values, {capacity}, {0, 0}, pending, sizes_.heads.num_kv_heads, sizes_.heads.head_dim);
+        const Caches caches(keys, values, {length}, {0, capacity - length}, pending, sizes_.heads.num_kv_heads, sizes_.heads.head_dim);
         check_layers(caches, first_layer);
-        BurstPass pass{*this, embedding, table.data(), Caches(keys, values, {length}, {0, 0}, pending, sizes_.heads.num_kv_heads, sizes_.heads.head_dim),
-                       capacity, first_layer, taps, kept.data(), static_cast<std::int64_t>(kept.shape(0)), width, head, norm.data(), eps,
-                       check_threads(num_threads, kMaxThreads)};
+        BurstPass pass{*this, embedding, table.data(), caches, capacity, first_layer, taps, kept.data(), static_cast<std::int64_t>(kept.shape(0)),
+                       width, head, norm.data(), eps, check_threads(num_threads, kMaxThreads)};
         {
             nb::gil_scoped_release released;
             burst.run(last, length + 1, first_taps ? first_taps->data() : nullptr, pass);

@@ -117,12 +117,6 @@ class KVCache:
         self._num_pending = 0
         self._computed = None
 
-    def adopt(self, num_rows: int) -> None:
-        """Commit rows that a burst has written and put in their places behind `length`."""
-        self._length += num_rows
-        self._num_pending = 0
-        self._computed = None
-
     def truncate(self, length: int) -> None:
         """Forget every position from `length` on, and pending rows.
 

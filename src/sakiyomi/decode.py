@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from sakiyomi.ops.base import BurstStep, NoisyChoice
+from sakiyomi.ops.base import BurstStep
 from sakiyomi.sampling.choose import TokenLogprobs, log_probs, takes_the_best
 from sakiyomi.tree import ROOT, Draft
 from sakiyomi.types import Array, Drafter, Model, ModelInfo, Output, Sequence, Span, Verdict, Verifier
@@ -147,23 +147,10 @@ def num_left(sequence: Sequence, info: ModelInfo) -> int:
     return left
 
 
-def noisy_choice(sequence: Sequence) -> NoisyChoice | None:
-    """How a burst chooses the tokens of a sequence; None: the most probable ones."""
-    params = sequence.params
-    if params.is_greedy:
-        return None
-    return NoisyChoice(sequence.seed, params.temperature, params.top_k, params.top_p, params.min_p)
-
-
 def commit_burst(sequence: Sequence, found: BurstStep, info: ModelInfo) -> Step:
     """Commit what a step of a burst emitted, up to the first token that finishes the sequence."""
     sequence.num_steps += 1
-    num_emitted = 0
-    for token in found.tokens:
-        sequence.tokens.append(token)
-        num_emitted += 1
-        if _finish(sequence, token, info):
-            break
+    num_emitted = _emit(sequence, found.tokens, info)
     num_accepted, num_tried = min(found.num_accepted, num_emitted), min(found.num_tried, num_emitted)
     return Step(found.tokens[:num_emitted], num_accepted, found.num_draft, None, 0, num_tried)
 
@@ -201,28 +188,34 @@ def _span(sequence: Sequence, draft: Draft, taps: tuple[int, ...], wants_best: b
 
 
 def _commit(sequence: Sequence, draft: Draft, verdict: Verdict, output: Output, info: ModelInfo) -> Step:
-    """Append the verdict's tokens one by one, up to the first that finishes the sequence."""
-    num_logprobs = sequence.params.logprobs
-    rows = (0, *(node + 1 for node in verdict.path))
-    logprobs: list[TokenLogprobs] = []
-    num_emitted = 0
-    for row, token in zip(rows, verdict.tokens, strict=True):
-        sequence.tokens.append(token)
-        num_emitted += 1
-        if num_logprobs is not None:
-            logprobs.append(log_probs(output.row(row), token, num_logprobs))
-        if _finish(sequence, token, info):
-            break
+    """Append the verdict's tokens, up to the first that finishes the sequence."""
+    num_emitted = _emit(sequence, verdict.tokens, info)
+    tokens, num_logprobs = verdict.tokens[:num_emitted], sequence.params.logprobs
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    if num_logprobs is not None:
+        rows = (0, *(node + 1 for node in verdict.path))
+        logprobs = tuple(
+            log_probs(output.row(row), token, num_logprobs) for row, token in zip(rows, tokens, strict=False)
+        )
     num_accepted = min(len(verdict.path), num_emitted)
     last = verdict.path[-1] if verdict.path else ROOT
     return Step(
-        verdict.tokens[:num_emitted],
+        tokens,
         num_accepted,
         len(draft),
-        None if num_logprobs is None else tuple(logprobs),
+        logprobs,
         sum(index < num_emitted for index in verdict.lossy) if verdict.lossy else 0,
         num_accepted + (num_emitted > num_accepted and last in draft.parents),
     )
+
+
+def _emit(sequence: Sequence, tokens: Seq[int], info: ModelInfo) -> int:
+    """Append tokens one by one, up to the first that finishes the sequence; returns how many."""
+    for number, token in enumerate(tokens, 1):
+        sequence.tokens.append(token)
+        if _finish(sequence, token, info):
+            return number
+    return len(tokens)
 
 
 def _finish(sequence: Sequence, token: int, info: ModelInfo) -> bool:

@@ -484,7 +484,10 @@ class Drafter(Protocol):
         return [self]
 
     def burst_source(self, sequence: Sequence) -> BurstSource | None:
-        """What drafts the same for a sequence without Python, from all that was observed; None where nothing does."""
+        """What drafts the same for a sequence without Python, from all that was observed; None where nothing does.
+
+        It is asked only where no parameter changes logits, now or later.
+        """
         return None
 
 

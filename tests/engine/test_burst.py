@@ -312,9 +312,9 @@ class Checker(AdaptiveBudget):
         super().__init__(self.drafter)
         self._is_first = False
 
-    def plan_burst(self, sequence: Sequence, cap: int, info: Any) -> BurstPlan | None:
+    def plan_burst(self, sequence: Sequence, cap: int, max_seconds: float, info: Any) -> BurstPlan | None:
         self._is_first = True
-        return super().plan_burst(sequence, cap, info)
+        return super().plan_burst(sequence, cap, max_seconds, info)
 
     def record_burst(self, sequence: Sequence, plan: BurstPlan, found: BurstStep, context: int) -> None:
         if self._is_first and plan.rules.sources:

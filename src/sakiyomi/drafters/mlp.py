@@ -24,7 +24,6 @@ from sakiyomi.nets.mlp import HEAD, MlpConfig, MlpSpeculator
 from sakiyomi.noise import Randomness
 from sakiyomi.ops.base import DraftRoom, DraftRows, GreedyRules
 from sakiyomi.plugins import check_growth
-from sakiyomi.sampling.choose import treats_ids_unalike
 from sakiyomi.sampling.distributions import KeyedRandomness
 from sakiyomi.sampling.growth import Growth, SubsetCandidates, draft_at_once, fill_in, log_confidence, takes_the_best
 from sakiyomi.tree import Draft
@@ -159,13 +158,12 @@ class MlpDrafter(Drafter):
             sequence.memo = _Memo(start + len(tokens), taps[len(tokens) - 1 : len(tokens)])
 
     def burst_source(self, sequence: Sequence) -> BurstSource | None:
-        is_coupled = self.draw == "coupled" and not treats_ids_unalike(sequence.params, sequence.num_new)
-        if not self.ops.has_bursts or not (is_coupled or takes_the_best(sequence, self.draw)):
+        if not self.ops.has_bursts or (self.draw == "independent" and not sequence.params.is_greedy):
             return None
         room = self._find_room(sequence, self._max_nodes)
         if room.max_depth == 0:
             return None
-        return BurstSource(self._draft_rows, room.max_depth, room.max_nodes, sequence.memo.taps, is_coupled)
+        return BurstSource(self._draft_rows, room.max_depth, room.max_nodes, sequence.memo.taps, self.draw == "coupled")
 
     def rewind(self, sequence: Sequence, length: int) -> None:
         if isinstance(sequence.memo, _Memo) and sequence.memo.length > length:

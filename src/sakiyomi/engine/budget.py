@@ -23,11 +23,11 @@ from math import ceil
 from typing import Literal, Protocol, get_args
 from weakref import WeakKeyDictionary
 
-from sakiyomi.decode import Step, noisy_choice, num_left, propose
+from sakiyomi.decode import Step, num_left, propose
 from sakiyomi.engine.acceptance import EDGES, FADE_SHARED, FIRST_OF_DEPTHS, Acceptance, Rates
 from sakiyomi.engine.costs import DraftCosts, PassCosts
 from sakiyomi.errors import ParameterError
-from sakiyomi.ops.base import BurstRules, BurstStep, SourceRules
+from sakiyomi.ops.base import BurstRules, BurstStep, NoisyChoice, SourceRules
 from sakiyomi.plan.speedup import count_worthwhile, survivals
 from sakiyomi.tree import ROOT, SAMPLED, Draft, merge_drafts
 from sakiyomi.types import Array, BurstSource, Drafter, ModelInfo, Sequence
@@ -103,7 +103,7 @@ class Budget(Protocol):
         """What the step did, and how long everything behind the proposal took."""
         ...
 
-    def plan_burst(self, sequence: Sequence, cap: int, info: ModelInfo) -> BurstPlan | None:
+    def plan_burst(self, sequence: Sequence, cap: int, max_seconds: float, info: ModelInfo) -> BurstPlan | None:
         """What the next steps of a sequence may go by without asking again; None where the next one has to ask."""
         ...
 
@@ -124,8 +124,8 @@ class FixedBudget:
     def record(self, sequences: Seq[Sequence], plan: Plan, steps: Seq[Step], seconds: float) -> None:
         return None
 
-    def plan_burst(self, sequence: Sequence, cap: int, info: ModelInfo) -> BurstPlan | None:
-        rules = _burst_rules(sequence, info, [0.0] * (cap + 2), 0.0)
+    def plan_burst(self, sequence: Sequence, cap: int, max_seconds: float, info: ModelInfo) -> BurstPlan | None:
+        rules = _burst_rules(sequence, info, [0.0] * (cap + 2), 0.0, max_seconds)
         if cap <= 0 or not self._drafter.sources():
             return BurstPlan(rules)
         own = self._drafter.burst_source(sequence)
@@ -344,9 +344,9 @@ class AdaptiveBudget:
 
     # ------------------------------------------------------------------------------------------ bursts
 
-    def plan_burst(self, sequence: Sequence, cap: int, info: ModelInfo) -> BurstPlan | None:
+    def plan_burst(self, sequence: Sequence, cap: int, max_seconds: float, info: ModelInfo) -> BurstPlan | None:
         curve = self._passes.curve(sequence.cache.length, 32)
-        rules = _burst_rules(sequence, info, curve[: cap + 2], self._rate(1, curve))
+        rules = _burst_rules(sequence, info, curve[: cap + 2], self._rate(1, curve), max_seconds)
         plan = BurstPlan(rules, curve=curve)
         if cap <= 0:
             return plan
@@ -417,7 +417,9 @@ class AdaptiveBudget:
         return outlooks
 
 
-def _burst_rules(sequence: Sequence, info: ModelInfo, seconds: Seq[float], rate: float) -> BurstRules:
+def _burst_rules(
+    sequence: Sequence, info: ModelInfo, seconds: Seq[float], rate: float, max_seconds: float
+) -> BurstRules:
     """The rules of plain steps; `seconds` of a pass, for as many rows as a step may have."""
     return BurstRules(
         sources=(),
@@ -428,9 +430,17 @@ def _burst_rules(sequence: Sequence, info: ModelInfo, seconds: Seq[float], rate:
         end_ids=[token for token in sequence.end_ids if 0 <= token < info.vocab_size],
         num_left=num_left(sequence, info),
         max_steps=MAX_BURST_STEPS if sequence.num_steps else 1,  # nobody shall wait longer for the first token
-        max_seconds=0.0,
-        choice=noisy_choice(sequence),
+        max_seconds=max_seconds,
+        choice=_noisy_choice(sequence),
     )
+
+
+def _noisy_choice(sequence: Sequence) -> NoisyChoice | None:
+    """How the tokens of a sequence are chosen; None: the most probable ones."""
+    params = sequence.params
+    if params.is_greedy:
+        return None
+    return NoisyChoice(sequence.seed, params.temperature, params.top_k, params.top_p, params.min_p)
 
 
 def _free_rules(own: BurstSource, cap: int, offsets: list[float], slopes: list[float]) -> SourceRules:

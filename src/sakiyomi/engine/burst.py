@@ -52,12 +52,11 @@ def run_burst(
     """
     if not takes_logits_as_they_are(sequence.history()):
         return []
-    plan = budget.plan_burst(sequence, cap, model.info)
+    plan = budget.plan_burst(sequence, cap, max_seconds, model.info)
     if plan is None:
         return []
-    rules = plan.rules._replace(max_seconds=max_seconds)
     start = context = sequence.cache.length
-    found, taps = model.burst(sequence.cache, sequence.tokens[-1], drafter.taps, plan.first_taps, rules)
+    found, taps = model.burst(sequence.cache, sequence.tokens[-1], drafter.taps, plan.first_taps, plan.rules)
     steps = []
     for one in found:
         steps.append((commit_burst(sequence, one, model.info), one))

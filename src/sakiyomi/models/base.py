@@ -74,9 +74,9 @@ class DecoderModel:
     ) -> tuple[list[BurstStep], Array]:
         """Several steps of one sequence in one call (see `Ops.run_burst`), whose rows the cache commits."""
         with self._pass.lock:
-            cache.reserve(0)
             steps, kept = self.decoder.burst(last, cache.slots(), cache.capacity, taps, first_taps, rules)
-            cache.adopt(len(kept))
+            cache.reserve(len(kept))
+            cache.keep(range(len(kept)))
         return steps, kept
 
     def shallow(self, num_layers: int, skip: Collection[int] = ()) -> Self:
