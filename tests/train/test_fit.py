@@ -34,6 +34,8 @@ from trained_toy import FAST_FIT, KINDS, VOCAB, load_fit, write_documents  # noq
 
 SMALL = {**FAST_FIT, **KINDS["mlp"], "passes": 4, "dropout": 0.1, "vocabulary": 64, "num_frequent": 32, "num_random": 8}
 
+MIXED = {"optimizer": "muon", "precision": "bfloat16"}
+
 # A run that kills itself without warning at a step, as a fresh process.
 KILLED = """
 import os, signal, sys
@@ -64,9 +66,11 @@ def fit(trained_toy: Any, shards: Any, folder: Path, **more: Any) -> Path:
     return fit_mlp({**SMALL, **more}, shards, trained_toy.load(), folder)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_run_ends_with_the_same_bytes(trained_toy: Any, shards: Any, tmp_path: Path, kind: str) -> None:
-    shape = {**KINDS[kind], "passes": 4}
+@pytest.mark.parametrize(("kind", "more"), [*((kind, {}) for kind in KINDS), ("mlp", MIXED), ("medusa", MIXED)])
+def test_a_killed_run_ends_with_the_same_bytes(
+    trained_toy: Any, shards: Any, tmp_path: Path, kind: str, more: dict[str, str]
+) -> None:
+    shape = {**KINDS[kind], "passes": 4, **more}
     recipe = {**FAST_FIT, **shape, "dropout": 0.1, "num_frequent": 32, "num_random": 8, "checkpoint_s": 0.0}
     whole = load_fit(kind)({**recipe, "checkpoint_s": 100.0}, shards, trained_toy.load(), tmp_path / "whole")
     tests = Path(__file__).resolve().parent.parent
@@ -108,6 +112,9 @@ def test_wrong_recipes_are_refused(trained_toy: Any, shards: Any, tmp_path: Path
         ({"loss": {"mse": 1.0}}, "mse"),
         ({"loss_on": "users"}, "loss_on"),
         ({"passes": 0}, "passes"),
+        ({"optimizer": "sgd"}, "give adamw, muon"),
+        ({"precision": "float16"}, "give float32, bfloat16"),
+        ({"matrix_factor": 0}, "matrix_factor"),
     ):
         with pytest.raises(ParameterError, match=told):
             fit(trained_toy, shards, tmp_path, **recipe)
@@ -158,14 +165,18 @@ def decode(model: Any, drafter: Drafter, prompts: list[list[int]], num_tokens: i
     return 1 + accepted / steps, first / steps
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_twenty_dialogues_are_learnt_by_heart(trained_toy: Any, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "more"), [*((kind, {}) for kind in KINDS), ("mlp", MIXED)])
+def test_twenty_dialogues_are_learnt_by_heart(
+    trained_toy: Any, tmp_path: Path, kind: str, more: dict[str, str]
+) -> None:
     """A feature, a position or a mask that is off by one would keep the first guess from being right nine times in
     ten."""
     loaded = load_model(trained_toy.folder, ModelOptions(dtype="float32", threads=1))
     model, prompts = loaded.model, trained_toy.prompts[:20]
     shards = write_documents(model, prompts, 60)
-    path = load_fit(kind)({**FAST_FIT, "evaluations": 1, "loss": {"ce": 1.0}, **KINDS[kind]}, shards, model, tmp_path)
+    path = load_fit(kind)(
+        {**FAST_FIT, "evaluations": 1, "loss": {"ce": 1.0}, **KINDS[kind], **more}, shards, model, tmp_path
+    )
     length, first = decode(model, make_drafter(f"{kind}:path={path}", loaded, ModelOptions()), prompts, 60)
     assert first > 0.9
     assert length > 3

@@ -8,12 +8,13 @@ write down the matrix which runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sakiyomi.ops.base import Past
@@ -55,12 +56,21 @@ class TrainingOps(TorchOps):
 
     The rows of a call with a past are not written into it; they are left in `stored`, for the caller to append.
 
+    Args:
+        linear: what multiplies; `TorchOps.linear` or `RoundedOps.linear`.
+
     Attributes:
         stored: keys and values [R, G, D] of the last call by layer.
     """
 
-    def __init__(self, noise: Noise | None = None, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        noise: Noise | None = None,
+        dtype: torch.dtype = torch.float32,
+        linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear,
+    ) -> None:
         super().__init__(dtype)
+        self._multiply = linear
         self.stored: dict[int, tuple[Tensor, Tensor]] = {}
         self._noise = noise
         self._hidden: list[tuple[Tensor, Tensor | float]] = []
@@ -74,7 +84,7 @@ class TrainingOps(TorchOps):
             for hidden, mean in self._hidden:
                 if hidden is weight:
                     x = mean + self._noise.hide(x - mean)
-        return super().linear(x, weight, bias)
+        return self._multiply(x, weight, bias)
 
     def store(self, past: Past, k: Tensor, v: Tensor, bounds: Sequence[int]) -> tuple[Tensor, Tensor]:
         self.stored[past.layer] = (k, v)

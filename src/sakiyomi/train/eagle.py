@@ -165,6 +165,7 @@ class EagleTrainee:
         self.fused, self.read = Centring.read(FUSED, tensors), Centring.read(READ, tensors)
         biases = ["fc.bias", *(f"{FIRST}{name}.bias" for name in ATTENTION)]
         self.parameters = {name: tensors[name].clone().requires_grad_() for name in (*config.shapes(), *biases)}
+        self.tables: frozenset[str] = frozenset()
 
     def head(self, step: int, ids: Tensor) -> Tensor:
         return self.frozen.head[ids]
@@ -183,7 +184,7 @@ class EagleTrainee:
 
     def net(self, noise: Noise | None) -> EagleHead:
         """The net as it runs."""
-        ops = TrainingOps(noise, self.frozen.embedding.dtype)
+        ops = TrainingOps(noise, self.frozen.embedding.dtype, self.frozen.ops.linear)
         weights = prepare(ops, self.config, self._weights(), torch.cat)
         ops.hide_inputs(weights["fc.weight"], self.fused.mean)
         for index, layer in enumerate(weights["layers"]):

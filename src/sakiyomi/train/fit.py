@@ -25,6 +25,7 @@ from sakiyomi.checkpoints.drafter import write_drafter
 from sakiyomi.errors import CheckpointError, ParameterError, SakiyomiError
 from sakiyomi.nets.binding import describe_target
 from sakiyomi.ops.native import quantize
+from sakiyomi.ops.torch import TorchOps
 from sakiyomi.train.acceptance import (
     Acceptance,
     count_choices,
@@ -36,6 +37,8 @@ from sakiyomi.train.batches import Batch, Ints, plan_epoch, read_batch, split_do
 from sakiyomi.train.files import replacing
 from sakiyomi.train.heads import CandidateSet, Family, Frozen, Noise, Trainee
 from sakiyomi.train.losses import check_mix, head_loss
+from sakiyomi.train.optimizers import OPTIMIZERS, Optimizer
+from sakiyomi.train.rounded import RoundedOps
 from sakiyomi.train.shards import Shards
 from sakiyomi.types import GROUP_SIZE, DrafterFile, Model
 from sakiyomi.types import Tensor as Stored
@@ -55,6 +58,8 @@ class FitConfig:
     Args:
         passes: how often training sees the data.
         rows_per_step: rows of a step at least; whole documents are taken.
+        optimizer: "adamw", or "muon" for the matrices that belong to no ids (train/optimizers.py).
+        matrix_factor: the rate of those matrices over `learning_rate`, under Muon.
         learning_rate: held for `constant_share` of the run after `warmup_steps`, then linear to 3 % of it.
         weight_decay: on matrices.
         dropout: share of the inputs of the large matrices that are hidden.
@@ -71,12 +76,15 @@ class FitConfig:
         vocabulary: ids that are drafted, the target's most frequent choices. It may be changed after training.
         bits: of the matrices in the drafter file, 16, 8 or 4; may be changed after training.
         depth: length of the drafts whose acceptance decides.
+        precision: of the products in training, "float32" or "bfloat16" (train/rounded.py).
         seed: of everything.
         checkpoint_s: seconds between saved states.
     """
 
     passes: float = 3.0
     rows_per_step: int = 1200
+    optimizer: str = "adamw"
+    matrix_factor: float = 2.0
     learning_rate: float = 3e-4
     constant_share: float = 0.3
     warmup_steps: int = 20
@@ -96,6 +104,7 @@ class FitConfig:
     vocabulary: int = 2048
     bits: int = 16
     depth: int = 3
+    precision: str = "float32"
     seed: int = 0
     checkpoint_s: float = 30.0
 
@@ -106,9 +115,13 @@ class FitConfig:
         if not 0 <= self.dropout < 1:
             raise ParameterError(f"dropout={self.dropout} is not allowed; give a number from 0 to below 1.")
         self._check_one_of("bits", (16, 8, 4))
-        self._check_positive("passes", "rows_per_step", "learning_rate", "held_out", "vocabulary", "depth")
+        self._check_one_of("precision", ("float32", "bfloat16"))
+        self._check_one_of("optimizer", OPTIMIZERS)
+        self._check_positive(
+            "passes", "rows_per_step", "learning_rate", "held_out", "vocabulary", "depth", "matrix_factor"
+        )
 
-    def _check_one_of(self, name: str, allowed: Sequence[int]) -> None:
+    def _check_one_of(self, name: str, allowed: Sequence[object]) -> None:
         if getattr(self, name) not in allowed:
             raise ParameterError(f"{name}={getattr(self, name)} is not allowed; give {', '.join(map(str, allowed))}.")
 
@@ -198,13 +211,13 @@ def fit_net(
         CheckpointError: a state in the folder that belongs to another run.
         SakiyomiError: the loss is no number any more; the last good state stays.
     """
-    frozen = _freeze(target, shards)
+    frozen = _freeze(target, shards, RoundedOps() if config.precision == "bfloat16" else TorchOps())
     run = Fit(config, make_family(config, frozen, shards.taps), frozen, shards, folder, report, tell)
     run.train()
     return run.export(describe_target(target.info, target.lend()))  # type: ignore[arg-type]  # _freeze checked it
 
 
-def _freeze(target: Model, shards: Shards) -> Frozen:
+def _freeze(target: Model, shards: Shards, ops: TorchOps) -> Frozen:
     lent = target.lend()
     if lent is None:
         raise ParameterError(f"{target.info.name} lends no weights, so that no drafter can be trained for it.")
@@ -213,7 +226,7 @@ def _freeze(target: Model, shards: Shards) -> Frozen:
             f"the shards hold taps {shards.taps} of width {shards.hidden_size}; training needs those of "
             f"{target.info.name}, the last one tap {target.info.num_layers}: capture again."
         )
-    return Frozen.of(target.info, lent)
+    return Frozen.of(target.info, lent, ops)
 
 
 class Fit:
@@ -282,7 +295,8 @@ class Fit:
             goals = rows + 1 + step
             counted = torch.from_numpy(_counted(batch, goals)).float()
             part = teacher.rows(goals)
-            loss = head_loss(features, head, part, config.loss, counted / counted.sum().clamp(min=1))
+            weights = counted / counted.sum().clamp(min=1)
+            loss = head_loss(features, head, part, config.loss, weights, self.frozen.ops.linear)
             total = total + STEP_DECAY**step * loss
             num_rows += len(rows)
             if step == 0:
@@ -307,12 +321,10 @@ class Fit:
 
     def _descend(self, loss: Tensor) -> None:
         config, optimizer = self.config, self.state.optimizer
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.clear()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.trainee.parameters.values(), config.clip)
-        for group in optimizer.param_groups:
-            group["lr"] = config.rate(self.state.step, len(self.plans))
-        optimizer.step()
+        optimizer.step(config.rate(self.state.step, len(self.plans)))
 
     def _hit_rate(self, features: Tensor, head: Tensor, teacher: Any) -> float:
         """Of a sample of the rows."""
@@ -442,7 +454,9 @@ class _State:
         self.loss = self.hit = self.best_length = 0.0
         self.curve: list[dict[str, Any]] = []
         self.best: dict[str, Tensor] = {}
-        self.optimizer = _make_optimizer(trainee.parameters, config)
+        self.optimizer = Optimizer(
+            trainee.parameters, trainee.tables, config.optimizer, config.weight_decay, config.matrix_factor
+        )
 
     def as_dict(self) -> dict[str, Any]:
         names = ("step", "rows", "best_step", "loss", "hit", "best_length", "curve")
@@ -452,8 +466,7 @@ class _State:
         tensors = {f"fixed.{name}": value for name, value in self.fixed.items()}
         for name, value in self.trainee.parameters.items():
             tensors[f"now.{name}"] = value.detach()
-            for key, sums in self.optimizer.state.get(value, {}).items():
-                tensors[f"adam.{key}.{name}"] = sums
+        tensors |= {f"sums.{name}": value for name, value in self.optimizer.tensors().items()}
         tensors |= {f"best.{name}": value for name, value in self.best.items()}
         return {name: value.contiguous() for name, value in tensors.items()}
 
@@ -470,27 +483,12 @@ class _State:
         for name in state.as_dict():
             setattr(state, name, told[name])
         state.best = _under("best.", tensors)
-        for name, value in state.trainee.parameters.items():
-            sums = {
-                key: tensors[f"adam.{key}.{name}"]
-                for key in ("step", "exp_avg", "exp_avg_sq")
-                if f"adam.{key}.{name}" in tensors
-            }
-            if sums:
-                state.optimizer.state[value] = sums
+        state.optimizer.load(_under("sums.", tensors))
         return state
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-def _make_optimizer(parameters: Mapping[str, Tensor], config: FitConfig) -> torch.optim.Optimizer:
-    """AdamW; vectors do not decay."""
-    matrices = [value for value in parameters.values() if value.ndim > 1]
-    vectors = [value for value in parameters.values() if value.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95))
 
 
 def _counted(batch: Batch, goals: Ints) -> Any:

@@ -34,8 +34,8 @@ class Noise:
         """x with some of its values 0 and the others scaled up."""
         if not self._dropout:
             return x
-        kept = torch.rand(x.shape, generator=self._generator) >= self._dropout
-        return x * kept / (1 - self._dropout)
+        kept = torch.empty_like(x).bernoulli_(1 - self._dropout, generator=self._generator)
+        return x * kept.mul_(1 / (1 - self._dropout))
 
     def draw(self, count: int) -> npt.NDArray[np.float32]:
         """Uniform numbers from 0 to below 1."""
@@ -59,14 +59,18 @@ class Frozen:
     eps: float
 
     @classmethod
-    def of(cls, info: ModelInfo, lent: Lent) -> Frozen:
-        """Copies of what a target lends."""
+    def of(cls, info: ModelInfo, lent: Lent, ops: TorchOps | None = None) -> Frozen:
+        """Copies of what a target lends.
+
+        Args:
+            ops: that nets train with; None takes those of float32.
+        """
         ids = np.arange(info.vocab_size, dtype=np.int32)
         embedding = torch.from_numpy(lent.ops.to_numpy(lent.ops.embed(lent.embedding, ids)))
         is_tied = lent.head is lent.embedding
         head = embedding if is_tied else torch.from_numpy(lent.ops.to_numpy(lent.ops.embed(lent.head, ids)))
         norm = torch.from_numpy(np.array(lent.ops.to_numpy(lent.norm)))
-        return cls(ops=TorchOps(), info=info, embedding=embedding, head=head, norm=norm, eps=lent.eps)
+        return cls(ops=ops or TorchOps(), info=info, embedding=embedding, head=head, norm=norm, eps=lent.eps)
 
     def final(self, last_taps: Tensor) -> Tensor:
         """What the head reads [N, H], from the last states before the final norm."""
@@ -93,9 +97,14 @@ class Exported:
 
 
 class Trainee(Protocol):
-    """A net in training."""
+    """A net in training.
+
+    Attributes:
+        tables: names of the parameters whose rows belong to one id each.
+    """
 
     parameters: dict[str, Tensor]
+    tables: frozenset[str]
 
     def unroll(self, batch: Batch, num_steps: int, noise: Noise | None = None) -> Iterator[tuple[Ints, Tensor]]:
         """For each step the rows t of the batch that it predicts from, and what the head reads there [R, H].

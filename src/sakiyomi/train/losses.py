@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sakiyomi.errors import ParameterError
@@ -116,28 +117,48 @@ def mixed(mix: Mapping[str, float], logits: Tensor, teacher: Teacher) -> Tensor:
 # ---------------------------------------------------------------------------------------------- the fast form
 
 
-def head_loss(features: Tensor, head: Tensor, teacher: Teacher, mix: Mapping[str, float], weights: Tensor) -> Tensor:
+Linear = Callable[[Tensor, Tensor], Tensor]
+
+
+def head_loss(
+    features: Tensor,
+    head: Tensor,
+    teacher: Teacher,
+    mix: Mapping[str, float],
+    weights: Tensor,
+    linear: Linear = F.linear,
+) -> Tensor:
     """The sum over rows of weight * mixed loss, for features [R, H] and a head [K, H], whose gradient is found only
-    where it wants one."""
-    loss: Tensor = _HeadLoss.apply(features, head, teacher, mix, weights)  # type: ignore[no-untyped-call]
+    where it wants one.
+
+    Args:
+        linear: multiplies rows with those of a matrix.
+    """
+    loss: Tensor = _HeadLoss.apply(features, head, teacher, mix, weights, linear)  # type: ignore[no-untyped-call]
     return loss
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, features: Tensor, head: Tensor, teacher: Teacher, mix: Mapping[str, float], weights: Tensor
+        ctx: Any,
+        features: Tensor,
+        head: Tensor,
+        teacher: Teacher,
+        mix: Mapping[str, float],
+        weights: Tensor,
+        linear: Linear,
     ) -> Tensor:
         with torch.no_grad():
-            losses, slopes = _value_and_slope(features @ head.T, teacher, mix, weights)
+            losses, slopes = _value_and_slope(linear(features, head), teacher, mix, weights)
             is_trained = ctx.needs_input_grad[1]
-            ctx.save_for_backward(slopes @ head, slopes.T @ features if is_trained else None)
+            ctx.save_for_backward(linear(slopes, head.T), linear(slopes.T, features.T) if is_trained else None)
             return losses.sum()
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
         of_features, of_head = ctx.saved_tensors
-        return upstream[0] * of_features, None if of_head is None else upstream[0] * of_head, None, None, None
+        return upstream[0] * of_features, None if of_head is None else upstream[0] * of_head, None, None, None, None
 
 
 def _value_and_slope(

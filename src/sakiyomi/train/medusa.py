@@ -112,6 +112,7 @@ class MedusaTrainee:
             self._columns = torch.full((frozen.info.vocab_size,), -1)
             self._columns[self._own_ids] = torch.arange(len(self._own_ids))
         self.parameters = {name: tensors[name].clone().requires_grad_() for name in names}
+        self.tables = frozenset(name for name in names if name.startswith("lm_heads."))
 
     def unroll(self, batch: Batch, num_steps: int, noise: Noise | None = None) -> Iterator[tuple[Ints, Tensor]]:
         rows, count = batch.rows(0), min(num_steps, self.config.num_heads)
@@ -138,7 +139,8 @@ class MedusaTrainee:
 
     def net(self, noise: Noise | None) -> MedusaHeads:
         """The net as it runs."""
-        ops, weights = TrainingOps(noise, self.frozen.embedding.dtype), self._weights()
+        ops = TrainingOps(noise, self.frozen.embedding.dtype, self.frozen.ops.linear)
+        weights = self._weights()
         names = [
             [f"heads.{i}.{layer}" for i in range(self.config.num_heads)] for layer in range(self.config.num_layers)
         ]

@@ -121,6 +121,7 @@ class MlpTrainee:
         self._token_rows = rows
         self.moments = {name: tensors[name].clone() for name in MOMENTS}
         self.parameters = {name: tensors[name].clone().requires_grad_() for name in config.shapes()}
+        self.tables = frozenset(name for name in self.parameters if name.endswith(".tokens"))
 
     def unroll(self, batch: Batch, num_steps: int, noise: Noise | None = None) -> Iterator[tuple[Ints, Tensor]]:
         net = self._net(noise)
