@@ -33,16 +33,16 @@ namespace {
 
 constexpr std::size_t kHugePage = std::size_t{2} << 20, kSlabBytes = std::size_t{32} << 20;
 
-std::shared_ptr<void> new_slab(std::size_t num_bytes) {
+std::shared_ptr<void> new_memory(std::size_t num_bytes) {
 #ifdef SAKIYOMI_HAS_MMAP
-    void* start = mmap(nullptr, num_bytes + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void* start = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (start == MAP_FAILED) throw std::bad_alloc();
 #ifdef MADV_HUGEPAGE
-    madvise(start, num_bytes + kHugePage, MADV_HUGEPAGE);
+    madvise(start, num_bytes, MADV_HUGEPAGE);
 #endif
-    return std::shared_ptr<void>(start, [num_bytes](void* p) { munmap(p, num_bytes + kHugePage); });
+    return std::shared_ptr<void>(start, [num_bytes](void* p) { munmap(p, num_bytes); });
 #else
-    void* start = std::calloc(num_bytes + kHugePage, 1);
+    void* start = std::calloc(num_bytes, 1);
     if (start == nullptr) throw std::bad_alloc();
     return std::shared_ptr<void>(start, [](void* p) { std::free(p); });
 #endif
@@ -50,21 +50,26 @@ std::shared_ptr<void> new_slab(std::size_t num_bytes) {
 
 }  // namespace
 
+std::shared_ptr<std::uint8_t> new_pages(std::size_t num_bytes) {
+    const std::size_t whole = (num_bytes + kHugePage - 1) / kHugePage * kHugePage;
+    const std::shared_ptr<void> memory = new_memory(whole + kHugePage);
+    const std::size_t offset = reinterpret_cast<std::uintptr_t>(memory.get()) % kHugePage;
+    return {memory, static_cast<std::uint8_t*>(memory.get()) + (kHugePage - offset)};
+}
+
 SlabBytes::SlabBytes(std::size_t num_bytes) {
     static std::mutex mutex;
-    static std::weak_ptr<void> open_slab;  // the last slab, while anything in it is alive
+    static std::weak_ptr<std::uint8_t> open_slab;  // the last slab, while anything in it is alive
     static std::uint8_t* next = nullptr;
     static std::size_t num_left = 0;
     const std::size_t rounded = (num_bytes + 63) / 64 * 64;
     std::lock_guard<std::mutex> lock(mutex);
     slab_ = open_slab.lock();
     if (!slab_ || rounded > num_left) {
-        const std::size_t size = rounded > kSlabBytes ? (rounded + kHugePage - 1) / kHugePage * kHugePage : kSlabBytes;
-        slab_ = new_slab(size);
-        const std::size_t offset = reinterpret_cast<std::uintptr_t>(slab_.get()) % kHugePage;
+        num_left = rounded > kSlabBytes ? rounded : kSlabBytes;
+        slab_ = new_pages(num_left);
         open_slab = slab_;
-        next = static_cast<std::uint8_t*>(slab_.get()) + (kHugePage - offset);
-        num_left = size;
+        next = slab_.get();
     }
     bytes_ = next;
     next += rounded;
@@ -193,6 +198,13 @@ int value_bits(const PackedWeight& weight) {
 
 using PackedBytes = nb::ndarray<nb::numpy, const std::uint8_t, nb::ndim<1>, nb::c_contig>;
 
+// Zeroed bytes in pages of their own (`new_pages`).
+nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>> new_bytes(std::size_t count) {
+    auto* held = new std::shared_ptr<std::uint8_t>(new_pages(count));
+    const nb::capsule owner(held, [](void* pages) noexcept { delete static_cast<std::shared_ptr<std::uint8_t>*>(pages); });
+    return nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>(held->get(), {count}, owner);
+}
+
 // The bytes as `from_packed` takes them back; the array keeps the weight alive.
 PackedBytes packed_bytes(nb::handle self) {
     const PackedWeight& weight = nb::cast<const PackedWeight&>(self);
@@ -287,6 +299,7 @@ void bind_weights(nanobind::module_& m) {
         .def_prop_ro("value_bits", &value_bits)
         .def_prop_ro("packed", &packed_bytes)
         .def_prop_ro("num_bytes", &PackedWeight::num_bytes);
+    m.def("new_bytes", &new_bytes, nb::arg("count"));
     m.def("select_rows", &select_rows, nb::arg("weight"), nb::arg("ids").noconvert());
     m.def("checksum", &checksum, nb::arg("bytes").noconvert());
     m.def("embed", &embed, nb::arg("weight"), nb::arg("ids").noconvert(), nb::arg("out").noconvert());

@@ -9,8 +9,11 @@
 
 namespace sakiyomi {
 
-// A piece of zeroed memory, cut from slabs that the system may back with huge pages: weights are streamed once per pass,
-// and address translation would cost a good part of the bandwidth.
+// Zeroed memory that begins with a huge page, where the system has such: what is streamed once per pass would else spend a
+// good part of the time on address translation.
+std::shared_ptr<std::uint8_t> new_pages(std::size_t num_bytes);
+
+// A piece of zeroed memory, cut from slabs of such pages.
 class SlabBytes {
    public:
     SlabBytes() = default;
@@ -24,7 +27,7 @@ class SlabBytes {
     std::uint8_t* get() const { return bytes_; }
 
    private:
-    std::shared_ptr<void> slab_;
+    std::shared_ptr<std::uint8_t> slab_;
     std::uint8_t* bytes_ = nullptr;
 };
 

@@ -16,7 +16,7 @@ from sakiyomi.cores import count_cores
 from sakiyomi.errors import MissingExtraError, ParameterError
 from sakiyomi.ops import native
 from sakiyomi.ops.base import Blocks, Causal, Dense, KVSlots, Past, Tree
-from sakiyomi.ops.native import NativeOps, quantize
+from sakiyomi.ops.native import LEAST_PAGED, NativeOps, quantize
 from sakiyomi.types import Quantized
 
 SHAPES = [(1, 32), (15, 64), (16, 32), (17, 96), (50, 160), (300, 576)]
@@ -575,3 +575,26 @@ def test_four_bits_are_as_near_as_four_bits_can_be(rng: np.random.Generator) -> 
         spans = np.ptp(matrix.reshape(20, 2, 32), axis=2)
         error = np.abs(rounded.dequantize() - matrix).reshape(20, 2, 32).max(axis=2)
         assert (error < spans / steps * 0.52 + 2e-3).all()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float32"])
+@pytest.mark.parametrize("capacity", [0, 1, 40, 200, 900])
+def test_room_for_a_cache_is_its_own_whatever_its_size(dtype: str, capacity: int) -> None:
+    """Large caches have pages of their own: they begin with one, overlap with nothing, go when the last view goes."""
+    ops = NativeOps(dtype=dtype, threads=1)
+    pairs = [ops.new_kv(12, 3, 64, capacity) for _ in range(2)]
+    arrays = [array for pair in pairs for array in pair]
+    if sum(array.nbytes for array in pairs[0]) >= LEAST_PAGED:
+        assert all(keys.ctypes.data % (2 << 20) == 0 for keys, _ in pairs)
+        assert all(values.ctypes.data % 64 == 0 for _, values in pairs)
+        assert not any(array.any() for array in arrays)
+    for number, array in enumerate(arrays):
+        assert array.flags.c_contiguous
+        array[...] = number
+    last = arrays[-1].copy()
+    del pairs
+    for number, array in enumerate(arrays):
+        assert (array == number).all()
+    kept = arrays.pop()
+    del array, arrays
+    np.testing.assert_array_equal(kept, last)

@@ -6,6 +6,7 @@ C-contiguous float32; weights are float32 or unsigned 8-bit in groups of 32, cac
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,6 +57,8 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 MAX_THREADS = 256
 KEY_BLOCK = 32
 """Positions of a cache in 8 bits that lie together."""
+LEAST_PAGED = 1 << 20
+"""Bytes of a cache from which on it has pages of its own."""
 ROPE_BLOCK = 1024
 _LARGEST_HALF = 65504.0
 _MAX_FORMS = 16
@@ -174,10 +177,10 @@ class NativeOps(Ops):
     ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         if self.dtype == "float32":
             shape = (num_layers, num_kv_heads, capacity, head_dim)
-            return np.empty(shape, np.float32), np.empty(shape, np.float32)
+            return _new_pair(shape, shape, np.float32)
         blocks = (num_layers, num_kv_heads, -(-capacity // KEY_BLOCK))
-        keys = np.empty((*blocks, _native.key_block_bytes(head_dim)), np.uint8)
-        return keys, np.empty((*blocks, _native.value_block_bytes(head_dim)), np.uint8)
+        sizes = _native.key_block_bytes(head_dim), _native.value_block_bytes(head_dim)
+        return _new_pair((*blocks, sizes[0]), (*blocks, sizes[1]), np.uint8)
 
     def copy_slots(self, source: tuple[Any, Any], target: tuple[Any, Any], count: int) -> None:
         is_blocks = self.dtype == "int8"
@@ -511,6 +514,18 @@ def checksum(data: npt.NDArray[np.uint8]) -> int:
 def list_isas() -> list[str]:
     """The instruction sets that SAKIYOMI_ISA may name on this machine, narrowest first."""
     return str(_native.isas()).split()
+
+
+def _new_pair(
+    keys: tuple[int, ...], values: tuple[int, ...], dtype: npt.DTypeLike
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Room for keys and values of such shapes, large ones in huge pages: a pass touches each layer's part once."""
+    size = np.dtype(dtype).itemsize
+    num_key_bytes, num_bytes = math.prod(keys) * size, (math.prod(keys) + math.prod(values)) * size
+    if num_bytes < LEAST_PAGED:
+        return np.empty(keys, dtype), np.empty(values, dtype)
+    room = _native.new_bytes(num_bytes)
+    return room[:num_key_bytes].view(dtype).reshape(keys), room[num_key_bytes:].view(dtype).reshape(values)
 
 
 def quantize(matrix: Matrix, bits: int = 8) -> Quantized:
