@@ -30,6 +30,9 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr double kHopeless = -17.0;  // scores below are one in 2e7 of the best id, and drawing noise for them takes long
 constexpr double kNoLowest = -std::numeric_limits<double>::infinity();
 
+// Temperatures at which floats bound scores that are not relative to the largest one.
+constexpr double kLeastBounded = 0.01, kMostBounded = 100.0;
+
 constexpr std::int64_t kHasNan = -1;
 constexpr std::int64_t kNothingLeft = -2;
 
@@ -758,6 +761,22 @@ bool sakiyomi::rank_row(const float* logits, std::int64_t size, std::int64_t cou
 std::int64_t sakiyomi::choose_id(const float* logits, std::int64_t size, const Choice& choice, std::uint64_t position) {
     const Settings settings{choice.seed, position, choice.temperature, choice.top_p, choice.min_p, std::min(choice.top_k, size)};
     return choose_row(logits, size, settings, thread_scratch);
+}
+
+bool sakiyomi::is_bare(const Choice& choice, std::int64_t size) {
+    const bool has_filter = (choice.top_k > 0 && choice.top_k < size) || choice.top_p < 1 || choice.min_p > 0;
+    return !has_filter && choice.temperature >= kLeastBounded && choice.temperature <= kMostBounded;
+}
+
+std::int64_t sakiyomi::choose_among(const std::vector<Candidate>& candidates, float max, const Choice& choice, std::uint64_t position) {
+    const NoiseKey key(choice.seed, position);
+    Runner best{kNoLowest, kNothingLeft};
+    for (const Candidate& one : candidates) {
+        const double score = score_of(one.logit, max, choice.temperature);
+        const Runner runner{score + gumbel_of(random_word(key, static_cast<std::uint32_t>(one.id))), one.id};
+        if (runner.before(best)) best = runner;
+    }
+    return best.id;
 }
 
 bool sakiyomi::rank_noisy(const float* logits, std::int64_t size, const std::int64_t* ids, std::int64_t count, const Choice& choice,

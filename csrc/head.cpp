@@ -1,10 +1,13 @@
-// The best id of each row over a language model's head, without its logits.
+// The id that each row chooses over a language model's head, the best one or one by noise, without its logits.
 //
 // The inputs of a quantized head are two terms of 8 bits. The first alone tells an output up to what the second can add,
 // which is at most the product of the lengths of both vectors (Cauchy and Schwarz). So the first runs over all outputs;
 // both run over the share of outputs that seems to hold the largest, and then over those few blocks of outputs that may
 // hold a larger one. They do so by the same routines in the same order as `linear`: these are the very bits of the logits. Rounding a
 // sum keeps order, hence what is below a bound exactly is so in its bits.
+//
+// With noise an id may win whose score, at its most, does not stay below what another has for sure. These few ids, the
+// largest logit and the noise are all that the choice needs.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -16,7 +19,10 @@
 #include <nanobind/stl/optional.h>
 
 #include "head.hpp"
+#include "noise.hpp"
 #include "two_terms.hpp"
+
+static_assert(sakiyomi::kShareBlocks * sakiyomi::kLanes == sakiyomi::kChooseBlock, "noise is drawn for a share");
 
 namespace sakiyomi {
 namespace {
@@ -24,6 +30,8 @@ namespace {
 using Matrix = In<float, nb::ndim<2>>;
 
 constexpr float kLargestInput = 1e20f;  // so that no product with halves comes near the end of the floats
+constexpr double kRoundingSlack = 1e-6;  // of sums and quotients of doubles below kLargestScore
+constexpr double kLargestScore = 1e4;    // up to which floats bound scores to a hundredth
 constexpr float kUnderflow = 1e-30f;    // more than all results too small for a float can lose
 constexpr std::int64_t kRunShares = 16;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -140,6 +148,19 @@ void gather_rows(const QuantizedRows& source, const std::vector<std::int32_t>& c
     }
 }
 
+// What rows draw: the noise of their positions.
+struct Draws {
+    const Choice& choice;
+    std::vector<NoiseKey> keys;
+};
+
+// A block of outputs, one of which may win a row's race, and what that one has at most.
+struct Rival {
+    std::int64_t block;
+    std::int32_t row;
+    double most;
+};
+
 // What one thread has found for one row.
 struct Found {
     float value = -kInfinity;  // the largest logit so far
@@ -147,6 +168,8 @@ struct Found {
     float peak = -kInfinity;   // the largest output of the first term, and its share
     std::int64_t peak_share = 0;
     bool has_nan = false;
+    double lead = -kInfinity;  // what the winner of the race has at least: logit / temperature + noise
+    std::vector<Candidate> candidates;
 
     void see_peak(float first, std::int64_t share) {
         if (!(first > peak)) return;
@@ -167,6 +190,7 @@ struct Found {
     void join(const Found& other) {
         has_nan |= other.has_nan;
         if (other.id >= 0) see(&other.value, 1, other.id);
+        candidates.insert(candidates.end(), other.candidates.begin(), other.candidates.end());
     }
 };
 
@@ -177,6 +201,7 @@ struct Desk {
     std::vector<Found> found;
     std::vector<std::int32_t> chosen;
     std::int64_t num_decided = 0;
+    std::vector<Rival> rivals = {};
 
     const Found& at(std::int64_t row) const { return found[static_cast<std::size_t>(row)]; }
     Found& at(std::int64_t row) { return found[static_cast<std::size_t>(row)]; }
@@ -196,6 +221,8 @@ struct Search {
     std::vector<std::int64_t> peak_shares;
     std::vector<float> surely;   // a logit of each row
     std::vector<Desk> desks;
+    const Draws* draws;  // null: the best ids are wanted
+    std::vector<double> leads = {};  // `Found::lead` of all threads
 
     bool is_left_out(std::int64_t row) const { return lengths[static_cast<std::size_t>(row)] < 0; }
 
@@ -216,6 +243,44 @@ struct Search {
         for (std::int64_t row = 0; row < num_rows; ++row) {
             desk.at(row).see_peak(largest[row], share);
             if (has_nan) desk.at(row).has_nan |= !is_within(desk.sums + row * kShareOutputs, width, kInfinity);
+            if (draws != nullptr && !is_left_out(row)) draw_share(share, row, largest[row], desk);
+        }
+    }
+
+    // Who of a share may win the race of a row, going by the first term.
+    void draw_share(std::int64_t share, std::int64_t row, float largest, Desk& desk) const {
+        const double temperature = draws->choice.temperature, slack = bound(row, share);
+        double& lead = desk.at(row).lead;
+        if ((largest + slack) / temperature + kGumbelMax < lead) return;
+        const float* sums = desk.sums + row * kShareOutputs;
+        const ScoreRule rule{-bound(row, share), temperature, -kInfinity};
+        std::uint32_t words[kShareOutputs];
+        kernel.draw_block(&draws->keys[static_cast<std::size_t>(row)], static_cast<std::uint32_t>(share * kShareOutputs / 4), words);
+        for (std::uint64_t bits = kernel.bound_block(sums, &rule, words, static_cast<float>(lead)); bits != 0; bits &= bits - 1) {
+            const int i = __builtin_ctzll(bits);
+            const double noise = gumbel_of(words[i]), most = (sums[i] + slack) / temperature + noise + kRoundingSlack;
+            if (!(most >= lead) || sums[i] == -kInfinity) continue;
+            lead = std::max(lead, (sums[i] - slack) / temperature + noise);
+            desk.rivals.push_back({share * kShareBlocks + i / kLanes, static_cast<std::int32_t>(row), most});
+        }
+    }
+
+    // The blocks that this thread has found rivals in, each for the rows that these may win.
+    void decide_rivals(Desk& desk) {
+        const auto is_beaten = [&](const Rival& one) { return one.most < leads[static_cast<std::size_t>(one.row)]; };
+        auto& rivals = desk.rivals;
+        rivals.erase(std::remove_if(rivals.begin(), rivals.end(), is_beaten), rivals.end());
+        // Those of a share stand together, and its blocks in the order in which rows found them.
+        std::stable_sort(rivals.begin(), rivals.end(), [](const Rival& a, const Rival& b) { return a.block < b.block; });
+        for (std::size_t i = 0; i < rivals.size();) {
+            const std::int64_t block = rivals[i].block, width = std::min<std::int64_t>(kLanes, job.num_outputs - block * kLanes);
+            desk.chosen.clear();
+            for (; i < rivals.size() && rivals[i].block == block; ++i)
+                if (desk.chosen.empty() || desk.chosen.back() != rivals[i].row) desk.chosen.push_back(rivals[i].row);
+            decide_chosen(block, width, desk);
+            for (std::size_t k = 0; k < desk.chosen.size(); ++k)
+                for (std::int64_t id = 0; id < width; ++id)
+                    desk.at(desk.chosen[k]).candidates.push_back({block * kLanes + id, desk.sums[static_cast<std::int64_t>(k) * kShareOutputs + id]});
         }
     }
 
@@ -224,6 +289,8 @@ struct Search {
         if (is_left_out(row)) return;
         Found all;
         for (const Desk& one : desks) all.see_peak(one.at(row).peak, one.at(row).peak_share);
+        if (draws != nullptr)
+            for (const Desk& one : desks) leads[static_cast<std::size_t>(row)] = std::max(leads[static_cast<std::size_t>(row)], one.at(row).lead);
         peak_shares[static_cast<std::size_t>(row)] = all.peak_share;
         desk.chosen.assign(1, static_cast<std::int32_t>(row));
         const std::int64_t width = outputs_of_share(job_of_share(job, all.peak_share, nullptr));
@@ -285,10 +352,9 @@ struct Search {
     }
 };
 
-}  // namespace
-
-std::int64_t find_best_ids(const float* x, std::int64_t num_rows, const PackedWeight& weight, const float* norm, float eps,
-                           std::int64_t* ids, int num_threads, float* bounds) {
+// `find_best_ids`, or `find_noisy_ids` where rows draw, whose positions are those given.
+std::int64_t find_ids(const float* x, std::int64_t num_rows, const PackedWeight& weight, const float* norm, float eps,
+                      const Draws* draws, const std::int64_t* positions, std::int64_t* ids, int num_threads, float* bounds) {
     const std::int64_t width = weight.num_inputs, num_shares = sakiyomi::num_shares(weight.num_blocks());
     if (num_rows == 0) return 0;
     const bool is_quantized = weight.is_quantized();
@@ -312,7 +378,8 @@ std::int64_t find_best_ids(const float* x, std::int64_t num_rows, const PackedWe
     const void* inputs = is_quantized ? static_cast<const void*>(first.bytes) : normed;
     Search search{kernel, weight, new_norms ? new_norms.get() : weight.share_norms.get(), num_rows, first, rest,
                   linear_job(weight, inputs, width * 4, num_rows, nullptr, nullptr, nullptr, 0),
-                  std::vector<float>(rows_size), {}, {}, std::vector<std::int64_t>(rows_size), std::vector<float>(rows_size), {}};
+                  std::vector<float>(rows_size), {}, {}, std::vector<std::int64_t>(rows_size), std::vector<float>(rows_size), {}, draws};
+    if (draws != nullptr) search.leads.assign(rows_size, -kInfinity);
     if (is_quantized) search.maxima.resize(rows_size * static_cast<std::size_t>(num_shares));
     if (is_quantized) search.block_maxima.resize(search.maxima.size() * kShareBlocks);
     for (int rank = 0; rank < team_size; ++rank) {
@@ -344,6 +411,7 @@ std::int64_t find_best_ids(const float* x, std::int64_t num_rows, const PackedWe
         }
         team.share(rank, num_shares, [&](std::int64_t share) { search.scan_share(share, desk); });
         team.share(rank, num_rows, [&](std::int64_t row) { search.decide_peak(row, desk); });
+        if (draws != nullptr) search.decide_rivals(desk);
         team.share(rank, (num_shares + kRunShares - 1) / kRunShares, [&](std::int64_t run) {
             for (std::int64_t share = run * kRunShares; share < num_shares && share < (run + 1) * kRunShares; ++share)
                 search.decide_share(share, desk);
@@ -359,10 +427,28 @@ std::int64_t find_best_ids(const float* x, std::int64_t num_rows, const PackedWe
         Found best;
         for (const Desk& desk : search.desks) best.join(desk.found[row]);
         ids[row] = best.has_nan || search.lengths[row] < 0 ? -1 : best.id;
+        if (draws != nullptr && ids[row] >= 0) {
+            const bool is_bounded = std::fabs(best.value) <= kLargestScore * draws->choice.temperature;
+            ids[row] = is_bounded ? choose_among(best.candidates, best.value, draws->choice, static_cast<std::uint64_t>(positions[row])) : -1;
+        }
     }
     std::int64_t num_decided = 0;
     for (const Desk& desk : search.desks) num_decided += desk.num_decided;
     return num_decided;
+}
+
+}  // namespace
+
+std::int64_t find_best_ids(const float* x, std::int64_t num_rows, const PackedWeight& weight, const float* norm, float eps,
+                           std::int64_t* ids, int num_threads, float* bounds) {
+    return find_ids(x, num_rows, weight, norm, eps, nullptr, nullptr, ids, num_threads, bounds);
+}
+
+std::int64_t find_noisy_ids(const float* x, std::int64_t num_rows, const PackedWeight& weight, const float* norm, float eps,
+                            const Choice& choice, const std::int64_t* positions, std::int64_t* ids, int num_threads) {
+    Draws draws{choice, {}};
+    for (std::int64_t row = 0; row < num_rows; ++row) draws.keys.emplace_back(choice.seed, static_cast<std::uint64_t>(positions[row]));
+    return find_ids(x, num_rows, weight, norm, eps, &draws, positions, ids, num_threads, nullptr);
 }
 
 namespace {
@@ -383,6 +469,21 @@ std::int64_t best_ids(Matrix x, const PackedWeight& weight, In<float, nb::ndim<1
     return find_best_ids(x.data(), num_rows, weight, norm.data(), eps, ids.data(), num_threads, bounds ? bounds->data() : nullptr);
 }
 
+// See find_noisy_ids. x [R, K], positions and ids [R].
+void noisy_ids(Matrix x, const PackedWeight& weight, In<float, nb::ndim<1>> norm, float eps, std::uint64_t seed, double temperature,
+               In<std::int64_t, nb::ndim<1>> positions, Out<std::int64_t, nb::ndim<1>> ids, int num_threads) {
+    const std::int64_t num_rows = static_cast<std::int64_t>(x.shape(0));
+    check_equal("the width of x", static_cast<std::int64_t>(x.shape(1)), weight.num_inputs);
+    check_equal("the length of the norm's weight", static_cast<std::int64_t>(norm.shape(0)), weight.num_inputs);
+    check_equal("the length of positions", static_cast<std::int64_t>(positions.shape(0)), num_rows);
+    check_equal("the length of ids", static_cast<std::int64_t>(ids.shape(0)), num_rows);
+    const Choice choice{seed, temperature, 1.0, 0.0, 0};
+    check(weight.is_quantized() && is_bare(choice, weight.num_outputs), "the weight must be quantized and the temperature bounded.");
+    check_threads(num_threads, kMaxThreads);
+    nb::gil_scoped_release released;
+    find_noisy_ids(x.data(), num_rows, weight, norm.data(), eps, choice, positions.data(), ids.data(), num_threads);
+}
+
 }  // namespace
 }  // namespace sakiyomi
 
@@ -391,4 +492,6 @@ void bind_head(nanobind::module_& m) {
     using nb::arg;
     m.def("best_ids", &best_ids, arg("x").noconvert(), arg("weight"), arg("norm").noconvert(), arg("eps"),
           arg("ids").noconvert(), arg("threads"), arg("bounds").noconvert().none() = nb::none());
+    m.def("noisy_ids", &noisy_ids, arg("x").noconvert(), arg("weight"), arg("norm").noconvert(), arg("eps"), arg("seed"),
+          arg("temperature"), arg("positions").noconvert(), arg("ids").noconvert(), arg("threads"));
 }

@@ -1,7 +1,8 @@
-// The best id of each row over a language model's head, without its logits.
+// The id that each row chooses over a language model's head, without its logits.
 #pragma once
 
 #include "arrays.hpp"
+#include "choose.hpp"
 #include "parallel.hpp"
 #include "weights.hpp"
 
@@ -12,6 +13,11 @@ namespace sakiyomi {
 // `bounds` [R, shares], or null, gets what the second term adds at most. Call it without the GIL.
 std::int64_t find_best_ids(const float* x, std::int64_t num_rows, const PackedWeight& weight, const float* norm, float eps,
                            std::int64_t* ids, int num_threads, float* bounds);
+
+// ids [R]: what `choose_id` takes of each row's logits at `positions` [R], for a bare choice and a quantized weight; -1 where
+// only the logits can tell. Otherwise as `find_best_ids`.
+std::int64_t find_noisy_ids(const float* x, std::int64_t num_rows, const PackedWeight& weight, const float* norm, float eps,
+                            const Choice& choice, const std::int64_t* positions, std::int64_t* ids, int num_threads);
 
 // y [R, N] of x [R, K], normed first where there is a norm. `is_fine`: inputs of a quantized weight keep 16 bits, as two terms of
 // 8; the second adds to the first's outputs while the weights are still in the cache. Call it without the GIL.

@@ -630,6 +630,7 @@ class DecoderStack {
         int num_threads;
         std::vector<std::int64_t> best = {};
         std::vector<float> embedded = {}, states = {}, tapped = {}, logits = {};
+        bool has_logits = false;
 
         bool has_room(std::int64_t num_rows) const { return caches.lengths()[0] + num_rows <= capacity && num_rows <= room; }
 
@@ -649,17 +650,33 @@ class DecoderStack {
             for (std::size_t i = 0; i < tap_layers.size(); ++i) taps.rows.push_back(tapped.data() + i * hidden);
             const RowPlan plan = RowPlan::trees({0, count}, parents.data(), count, PendingRows(1));
             stack.execute_rows(count, embedded.data(), positions.data(), table, plan, caches, first_layer, taps, states.data(), num_threads, {});
+            has_logits = false;
             if (choice == nullptr) {
                 find_best_ids(states.data(), count, head, norm, eps, best.data(), num_threads, nullptr);
+            } else if (head.is_quantized() && is_bare(*choice, head.num_outputs)) {
+                const std::vector<std::int64_t> behind = following(positions);
+                find_noisy_ids(states.data(), count, head, norm, eps, *choice, behind.data(), best.data(), num_threads);
             } else {
-                logits.resize(num_rows * static_cast<std::size_t>(head.num_outputs));
-                multiply_rows(states.data(), count, head, nullptr, logits.data(), num_threads, true, norm, eps);
+                std::fill(best.begin(), best.end(), -1);
             }
         }
 
-        std::int64_t choose(std::int64_t row, const Choice* choice, std::uint64_t position) const {
-            if (choice == nullptr) return best[static_cast<std::size_t>(row)];
+        std::int64_t choose(std::int64_t row, const Choice* choice, std::uint64_t position) {
+            const std::int64_t found = best[static_cast<std::size_t>(row)];
+            if (choice == nullptr || found >= 0) return found;
+            if (!has_logits) {
+                has_logits = true;
+                logits.resize(best.size() * static_cast<std::size_t>(head.num_outputs));
+                multiply_rows(states.data(), static_cast<std::int64_t>(best.size()), head, nullptr, logits.data(), num_threads, true, norm, eps);
+            }
             return choose_id(logits.data() + row * head.num_outputs, head.num_outputs, *choice, position);
+        }
+
+        // The positions whose tokens rows choose.
+        static std::vector<std::int64_t> following(const std::vector<std::int32_t>& positions) {
+            std::vector<std::int64_t> behind;
+            for (const std::int32_t position : positions) behind.push_back(position + std::int64_t{1});
+            return behind;
         }
 
         const float* keep(const std::vector<std::int64_t>& rows) {

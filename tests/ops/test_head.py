@@ -1,4 +1,4 @@
-"""The best ids of a head without its logits: the very ids of the largest logits, and bounds that are bounds."""
+"""The ids that rows choose over a head without its logits: the very ids of the logits, and bounds that are bounds."""
 
 from __future__ import annotations
 
@@ -59,6 +59,25 @@ def assert_best(x: Floats, norm: Floats, head: Any, *, may_ask: bool = False) ->
         for got in (ops.best_ids(x, norm, EPS, head), [int(ops.best_ids(row[None], norm, EPS, head)[0]) for row in x]):
             wrong = [(a, b) for a, b in zip(got, expected, strict=True) if a != b and not (may_ask and a == -1)]
             assert not wrong, (threads, wrong)
+        if head.is_quantized and len(x):
+            assert_noisy(ops, x, norm, head, may_ask)
+
+
+def assert_noisy(ops: NativeOps, x: Floats, norm: Floats, head: Any, may_ask: bool) -> None:
+    """By noise, too, what the logits choose, but where they are too large for bounds in floats."""
+    with np.errstate(invalid="ignore"):
+        logits = ops.logits(ops.rms_norm(x, norm, EPS), head)
+    positions = np.arange(len(x), dtype=np.int64) * 3 + (1 << 33)
+    for seed, temperature in enumerate((0.01, 0.3, 1.0, 4.0, 100.0)):
+        expected = [
+            native.choose(row, seed, int(position), temperature, 0, 1.0, 0.0)
+            for row, position in zip(logits, positions, strict=True)
+        ]
+        ids = np.empty(len(x), np.int64)
+        native.noisy_ids(np.ascontiguousarray(x), head, norm, EPS, seed, temperature, positions, ids, ops.threads)
+        for got, wanted, row in zip(ids.tolist(), expected, logits, strict=True):
+            is_left = got == -1 and (may_ask or np.abs(row).max() > 1e4 * temperature)
+            assert got == wanted or is_left, (temperature, got, wanted)
 
 
 @pytest.fixture
@@ -92,6 +111,16 @@ def test_few_outputs_are_computed_twice(rng: np.random.Generator) -> None:
     head, norm, x = NativeOps().weight(make_head(rng, 20_000, 576)), normal(rng, 576), normal(rng, 40, 576)
     _, count = count_decided(NativeOps(threads=2), x, norm, head)
     assert 40 < count < 0.25 * 40 * 20_000 / SHARE
+
+
+@pytest.mark.parametrize(("temperature", "told"), [(0.009, "bounded"), (101.0, "bounded"), (1.0, "positions")])
+def test_noise_is_refused_where_bounds_or_positions_are_missing(
+    rng: np.random.Generator, temperature: float, told: str
+) -> None:
+    head, ids = NativeOps().weight(make_head(rng, 70, 64)), np.empty(3, np.int64)
+    positions = np.zeros(2 if told == "positions" else 3, np.int64)
+    with pytest.raises(ValueError, match=told):
+        native.noisy_ids(normal(rng, 3, 64), head, normal(rng, 64), EPS, 0, temperature, positions, ids, 1)
 
 
 def test_equal_logits_give_the_lowest_id(rng: np.random.Generator) -> None:
