@@ -85,6 +85,7 @@ class Burst {
             check(choice_.temperature > 0, "noise needs a temperature above 0.");
             is_greedy_ = false;
         }
+        num_unchecked_ = nb::cast<std::int64_t>(rules[10]), pause_ = nb::cast<std::int64_t>(rules[11]);
         check(seconds_.size() > 1, "the seconds of a pass are missing.");
         for (nb::handle fields : nb::cast<nb::tuple>(rules[0])) add_source(nb::cast<nb::tuple>(fields), width);
     }
@@ -128,6 +129,7 @@ class Burst {
                 is_over |= asked.is_trial;  // what it tells decides when the next one is due
             }
             step.num_draft = static_cast<std::int64_t>(nodes.size());
+            num_unchecked_ = nodes.empty() ? num_unchecked_ + 1 : 0;
             step.draft_s = proposed - started;
             step.pass_s = now() - proposed;
             steps.push_back(std::move(step));
@@ -230,6 +232,7 @@ class Burst {
             const double worth = value - rate_ * (seconds_[i + 2] - seconds_[1]);
             if (worth > best_worth) best = i + 1, best_worth = worth;
         }
+        if (best == 0 && num_unchecked_ >= pause_ && !order.empty()) best = 1;
         order.resize(best);
         std::vector<DraftNode> chosen;
         for (const std::int32_t node : order) {
@@ -294,7 +297,7 @@ class Burst {
     double rate_, least_;
     std::vector<double> edges_;
     std::vector<std::int64_t> end_ids_;
-    std::int64_t num_left_, max_steps_;
+    std::int64_t num_left_, max_steps_, num_unchecked_, pause_;
     double max_seconds_;
     Choice choice_{};
     bool is_greedy_ = true;

@@ -209,6 +209,24 @@ def test_dear_rows_are_learnt() -> None:
     assert cheap.run(adaptive(cheap, Guesser(cheap, 0.8, limit=8, tells=True)), 512) < 0.3
 
 
+@pytest.mark.parametrize("num_disturbed", [1, 3])
+@pytest.mark.parametrize("call_s", [0.0, 0.1])
+def test_disturbed_first_checks_do_not_end_drafting(num_disturbed: int, call_s: float) -> None:
+    """They find cold what plain steps do not use; rows must not look dear for ever."""
+    world = World(seed=7)
+    plain = world.pass_s
+    disturbed = [30.0] * num_disturbed
+
+    def pass_s(num_rows: int) -> float:
+        return plain(num_rows) * (disturbed.pop() if num_rows > 1 and disturbed else 1.0)
+
+    world.pass_s = pass_s  # type: ignore[method-assign]
+    budget, sequence = adaptive(world, Guesser(world, 0.9, call_s=call_s, limit=4)), world.sequence()
+    lengths = [len(world.step(budget, [sequence])[0]) for _ in range(1200)]
+    assert not disturbed
+    assert sum(lengths[-300:]) / 300 > 3.5
+
+
 def test_disturbed_times_do_not_mislead() -> None:
     world = World(noise=0.1, seed=3)
     budget, sequence = adaptive(world, Guesser(world, 0.9, call_s=0.1, limit=4)), world.sequence()

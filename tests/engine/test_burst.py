@@ -22,7 +22,6 @@ from sakiyomi.engine.engine import Engine, Job
 from sakiyomi.ops.base import BurstStep
 from sakiyomi.ops.native import NativeOps
 from sakiyomi.params import SamplingParams as Params
-from sakiyomi.plan.speedup import count_worthwhile
 from sakiyomi.tree import Draft
 from sakiyomi.types import Drafter, Sequence
 from trained_toy import END
@@ -347,7 +346,7 @@ class Checker(AdaptiveBudget):
             self.num_compared += len(gains) > 0
             self.kinds |= {"trial"} if draft.is_trial else {"priced"} if rules.seconds else {"free"}
         merged, gains_of_all = _merge(pool, 64) if pool else (Draft.empty(), [])
-        count = count_worthwhile(gains_of_all, plan.curve[1 : len(gains_of_all) + 2], plan.rules.rate)
+        count = self._num_checked(gains_of_all, plan.curve[1 : len(gains_of_all) + 2], plan.rules.rate)
         assert found.num_draft == count
         assert_followed(merged.trim(count, count), found)
 

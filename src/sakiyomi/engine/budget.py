@@ -59,6 +59,11 @@ NUM_PLAIN, PLAIN_PAUSE = 3, 256
 
 Without them a run that always drafts would not know what its drafts cost."""
 
+CHECK_PAUSE = 64
+"""Steps without a checked node behind which the most probable one is checked, whatever rows seem to cost.
+
+Without it a run whose first checks were disturbed would not learn that rows are cheap, and never draft again."""
+
 MAX_BURST_STEPS = 64
 """Steps for which what is known holds."""
 
@@ -188,7 +193,8 @@ class AdaptiveBudget:
         self._passes = PassCosts()
         self._outlooks: WeakKeyDictionary[Sequence, list[_Outlook]] = WeakKeyDictionary()
         self._num_plain: Counter[int] = Counter()
-        self._since_plain = 0
+        self._since_plain = self._since_checked = 0
+        self._has_checked = False
         self._tokens = self._steps = 1.0  # of late, in tokens per sequence and in plain steps' time
 
     # ------------------------------------------------------------------------------------------ before a step
@@ -314,7 +320,7 @@ class AdaptiveBudget:
             return
         if num_rows + len(gains) >= len(curve):
             curve = self._passes.curve(plan.context, num_rows + len(gains))
-        count = count_worthwhile(gains, curve[num_rows : num_rows + len(gains) + 1], self._rate(num_sequences, curve))
+        count = self._num_checked(gains, curve[num_rows : num_rows + len(gains) + 1], self._rate(num_sequences, curve))
         if count == 0:
             return
         least = gains[count - 1]
@@ -322,13 +328,20 @@ class AdaptiveBudget:
             keep = count if len(trees) == 1 else sum(gain >= least for gain in own)
             plan.drafts[index] = tree.trim(keep, keep)
 
+    def _num_checked(self, gains: Seq[float], seconds: Seq[float], rate: float) -> int:
+        """How many nodes to check, the most probable first; see `count_worthwhile`."""
+        return count_worthwhile(gains, seconds, rate) or int(self._since_checked >= CHECK_PAUSE and len(gains) > 0)
+
     # ------------------------------------------------------------------------------------------ behind a step
 
     def record(self, sequences: Seq[Sequence], plan: Plan, steps: Seq[Step], seconds: float) -> None:
         num_rows = len(sequences) + sum(step.num_draft for step in steps)
-        if all(sequence.num_steps > 1 for sequence in sequences):  # the first finds cold what the prompt did not use
-            self._passes.record(num_rows, plan.context, seconds)
         is_plain = num_rows == len(sequences)
+        # The first step of a text finds cold what the prompt did not use, and the first check of all what checks use.
+        if all(sequence.num_steps > 1 for sequence in sequences) and (is_plain or self._has_checked):
+            self._passes.record(num_rows, plan.context, seconds)
+        self._has_checked |= not is_plain
+        self._since_checked = self._since_checked + 1 if is_plain else 0
         self._num_plain[len(sequences)] += is_plain
         self._since_plain = 0 if is_plain else self._since_plain + 1
         for asked in plan.asked:
@@ -347,6 +360,7 @@ class AdaptiveBudget:
     def plan_burst(self, sequence: Sequence, cap: int, max_seconds: float, info: ModelInfo) -> BurstPlan | None:
         curve = self._passes.curve(sequence.cache.length, 32)
         rules = _burst_rules(sequence, info, curve[: cap + 2], self._rate(1, curve), max_seconds)
+        rules = rules._replace(num_unchecked=self._since_checked, pause=CHECK_PAUSE)
         plan = BurstPlan(rules, curve=curve)
         if cap <= 0:
             return plan
@@ -432,6 +446,8 @@ def _burst_rules(
         max_steps=MAX_BURST_STEPS if sequence.num_steps else 1,  # nobody shall wait longer for the first token
         max_seconds=max_seconds,
         choice=_noisy_choice(sequence),
+        num_unchecked=0,
+        pause=MAX_BURST_STEPS + 1,
     )
 
 

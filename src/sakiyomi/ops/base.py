@@ -255,6 +255,8 @@ class BurstRules(NamedTuple):
         num_left: tokens that may come at most.
         max_steps, max_seconds: the burst is over behind so many steps, or the first one that ends so late.
         choice: None: the most probable tokens.
+        num_unchecked: steps since nodes were checked last; where that is `pause` or more, the most probable node is
+            checked even if it does not seem to pay.
     """
 
     sources: tuple[SourceRules, ...]
@@ -267,6 +269,8 @@ class BurstRules(NamedTuple):
     max_steps: int
     max_seconds: float
     choice: NoisyChoice | None
+    num_unchecked: int
+    pause: int
 
 
 class BurstDraft(NamedTuple):
