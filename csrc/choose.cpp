@@ -764,12 +764,13 @@ std::int64_t sakiyomi::choose_id(const float* logits, std::int64_t size, const C
 }
 
 bool sakiyomi::is_bare(const Choice& choice, std::int64_t size) {
-    const bool has_filter = (choice.top_k > 0 && choice.top_k < size) || choice.top_p < 1 || choice.min_p > 0;
-    return !has_filter && choice.temperature >= kLeastBounded && choice.temperature <= kMostBounded;
+    return !(choice.top_k > 0 && choice.top_k < size) && choice.top_p >= 1 && choice.min_p <= 0;
 }
 
-std::int64_t sakiyomi::choose_among(const std::vector<Candidate>& candidates, float max, const Choice& choice, std::uint64_t position) {
-    const NoiseKey key(choice.seed, position);
+bool sakiyomi::is_bounded(double temperature) { return temperature >= kLeastBounded && temperature <= kMostBounded; }
+
+std::int64_t sakiyomi::choose_among(const std::vector<Candidate>& candidates, float max, const RowChoice& choice) {
+    const NoiseKey key(choice.seed, choice.position);
     Runner best{kNoLowest, kNothingLeft};
     for (const Candidate& one : candidates) {
         const double score = score_of(one.logit, max, choice.temperature);

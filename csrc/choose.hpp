@@ -22,18 +22,27 @@ struct Choice {
 // nan or nothing is left. Any thread may call it.
 std::int64_t choose_id(const float* logits, std::int64_t size, const Choice& choice, std::uint64_t position);
 
-// Whether the noise alone decides beside `size` logits: no filter is on, and the temperature is one for which bounds in
-// floats hold (`bound_block`).
+// How the token behind a row is chosen where no filter is on: the most probable one at temperature 0, or by the noise of a
+// position.
+struct RowChoice {
+    std::uint64_t seed;
+    double temperature;
+    std::uint64_t position;
+};
+
+// Whether no filter is on for a row of `size` logits.
 bool is_bare(const Choice& choice, std::int64_t size);
+
+// Whether it is a temperature for which bounds in floats hold (`bound_block`).
+bool is_bounded(double temperature);
 
 struct Candidate {
     std::int64_t id;
     float logit;
 };
 
-// What `choose_id` chooses with a bare choice from a row whose largest logit is `max`, given every id that may win; below 0
-// from none.
-std::int64_t choose_among(const std::vector<Candidate>& candidates, float max, const Choice& choice, std::uint64_t position);
+// What `choose_id` chooses from a row whose largest logit is `max`, given every id that may win; below 0 from none.
+std::int64_t choose_among(const std::vector<Candidate>& candidates, float max, const RowChoice& choice);
 
 // The `count` ids (count <= size) that come first in the order by which `choose_id` takes one, among some ids [size] whose
 // logits alone are there, and with what confidence the target takes each: as `rank` of sakiyomi/sampling/choose.py at a

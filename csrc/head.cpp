@@ -17,6 +17,8 @@
 #include <vector>
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include "head.hpp"
 #include "noise.hpp"
@@ -148,12 +150,6 @@ void gather_rows(const QuantizedRows& source, const std::vector<std::int32_t>& c
     }
 }
 
-// What rows draw: the noise of their positions.
-struct Draws {
-    const Choice& choice;
-    std::vector<NoiseKey> keys;
-};
-
 // A block of outputs, one of which may win a row's race, and what that one has at most.
 struct Rival {
     std::int64_t block;
@@ -221,8 +217,11 @@ struct Search {
     std::vector<std::int64_t> peak_shares;
     std::vector<float> surely;   // a logit of each row
     std::vector<Desk> desks;
-    const Draws* draws;  // null: the best ids are wanted
+    const RowChoice* choices;    // null: the best ids are wanted
+    std::vector<NoiseKey> keys = {};
     std::vector<double> leads = {};  // `Found::lead` of all threads
+
+    bool draws(std::int64_t row) const { return choices != nullptr && choices[row].temperature != 0; }
 
     bool is_left_out(std::int64_t row) const { return lengths[static_cast<std::size_t>(row)] < 0; }
 
@@ -243,19 +242,19 @@ struct Search {
         for (std::int64_t row = 0; row < num_rows; ++row) {
             desk.at(row).see_peak(largest[row], share);
             if (has_nan) desk.at(row).has_nan |= !is_within(desk.sums + row * kShareOutputs, width, kInfinity);
-            if (draws != nullptr && !is_left_out(row)) draw_share(share, row, largest[row], desk);
+            if (draws(row) && !is_left_out(row)) draw_share(share, row, largest[row], desk);
         }
     }
 
     // Who of a share may win the race of a row, going by the first term.
     void draw_share(std::int64_t share, std::int64_t row, float largest, Desk& desk) const {
-        const double temperature = draws->choice.temperature, slack = bound(row, share);
+        const double temperature = choices[row].temperature, slack = bound(row, share);
         double& lead = desk.at(row).lead;
         if ((largest + slack) / temperature + kGumbelMax < lead) return;
         const float* sums = desk.sums + row * kShareOutputs;
         const ScoreRule rule{-bound(row, share), temperature, -kInfinity};
         std::uint32_t words[kShareOutputs];
-        kernel.draw_block(&draws->keys[static_cast<std::size_t>(row)], static_cast<std::uint32_t>(share * kShareOutputs / 4), words);
+        kernel.draw_block(&keys[static_cast<std::size_t>(row)], static_cast<std::uint32_t>(share * kShareOutputs / 4), words);
         for (std::uint64_t bits = kernel.bound_block(sums, &rule, words, static_cast<float>(lead)); bits != 0; bits &= bits - 1) {
             const int i = __builtin_ctzll(bits);
             const double noise = gumbel_of(words[i]), most = (sums[i] + slack) / temperature + noise + kRoundingSlack;
@@ -289,7 +288,7 @@ struct Search {
         if (is_left_out(row)) return;
         Found all;
         for (const Desk& one : desks) all.see_peak(one.at(row).peak, one.at(row).peak_share);
-        if (draws != nullptr)
+        if (draws(row))
             for (const Desk& one : desks) leads[static_cast<std::size_t>(row)] = std::max(leads[static_cast<std::size_t>(row)], one.at(row).lead);
         peak_shares[static_cast<std::size_t>(row)] = all.peak_share;
         desk.chosen.assign(1, static_cast<std::int32_t>(row));
@@ -352,9 +351,9 @@ struct Search {
     }
 };
 
-// `find_best_ids`, or `find_noisy_ids` where rows draw, whose positions are those given.
+// `find_best_ids`, or `find_chosen_ids` where there are choices.
 std::int64_t find_ids(const float* x, std::int64_t num_rows, const PackedWeight& weight, const float* norm, float eps,
-                      const Draws* draws, const std::int64_t* positions, std::int64_t* ids, int num_threads, float* bounds) {
+                      const RowChoice* choices, std::int64_t* ids, int num_threads, float* bounds) {
     const std::int64_t width = weight.num_inputs, num_shares = sakiyomi::num_shares(weight.num_blocks());
     if (num_rows == 0) return 0;
     const bool is_quantized = weight.is_quantized();
@@ -378,8 +377,9 @@ std::int64_t find_ids(const float* x, std::int64_t num_rows, const PackedWeight&
     const void* inputs = is_quantized ? static_cast<const void*>(first.bytes) : normed;
     Search search{kernel, weight, new_norms ? new_norms.get() : weight.share_norms.get(), num_rows, first, rest,
                   linear_job(weight, inputs, width * 4, num_rows, nullptr, nullptr, nullptr, 0),
-                  std::vector<float>(rows_size), {}, {}, std::vector<std::int64_t>(rows_size), std::vector<float>(rows_size), {}, draws};
-    if (draws != nullptr) search.leads.assign(rows_size, -kInfinity);
+                  std::vector<float>(rows_size), {}, {}, std::vector<std::int64_t>(rows_size), std::vector<float>(rows_size), {}, choices};
+    if (choices != nullptr) search.leads.assign(rows_size, -kInfinity);
+    for (std::int64_t row = 0; choices != nullptr && row < num_rows; ++row) search.keys.emplace_back(choices[row].seed, choices[row].position);
     if (is_quantized) search.maxima.resize(rows_size * static_cast<std::size_t>(num_shares));
     if (is_quantized) search.block_maxima.resize(search.maxima.size() * kShareBlocks);
     for (int rank = 0; rank < team_size; ++rank) {
@@ -411,7 +411,7 @@ std::int64_t find_ids(const float* x, std::int64_t num_rows, const PackedWeight&
         }
         team.share(rank, num_shares, [&](std::int64_t share) { search.scan_share(share, desk); });
         team.share(rank, num_rows, [&](std::int64_t row) { search.decide_peak(row, desk); });
-        if (draws != nullptr) search.decide_rivals(desk);
+        if (choices != nullptr) search.decide_rivals(desk);
         team.share(rank, (num_shares + kRunShares - 1) / kRunShares, [&](std::int64_t run) {
             for (std::int64_t share = run * kRunShares; share < num_shares && share < (run + 1) * kRunShares; ++share)
                 search.decide_share(share, desk);
@@ -427,10 +427,10 @@ std::int64_t find_ids(const float* x, std::int64_t num_rows, const PackedWeight&
         Found best;
         for (const Desk& desk : search.desks) best.join(desk.found[row]);
         ids[row] = best.has_nan || search.lengths[row] < 0 ? -1 : best.id;
-        if (draws != nullptr && ids[row] >= 0) {
-            const bool is_bounded = std::fabs(best.value) <= kLargestScore * draws->choice.temperature;
-            ids[row] = is_bounded ? choose_among(best.candidates, best.value, draws->choice, static_cast<std::uint64_t>(positions[row])) : -1;
-        }
+        if (ids[row] < 0 || !search.draws(static_cast<std::int64_t>(row))) continue;
+        const RowChoice& choice = choices[row];
+        const bool is_sure = std::fabs(best.value) <= kLargestScore * choice.temperature;
+        ids[row] = is_sure ? choose_among(best.candidates, best.value, choice) : -1;
     }
     std::int64_t num_decided = 0;
     for (const Desk& desk : search.desks) num_decided += desk.num_decided;
@@ -441,14 +441,26 @@ std::int64_t find_ids(const float* x, std::int64_t num_rows, const PackedWeight&
 
 std::int64_t find_best_ids(const float* x, std::int64_t num_rows, const PackedWeight& weight, const float* norm, float eps,
                            std::int64_t* ids, int num_threads, float* bounds) {
-    return find_ids(x, num_rows, weight, norm, eps, nullptr, nullptr, ids, num_threads, bounds);
+    return find_ids(x, num_rows, weight, norm, eps, nullptr, ids, num_threads, bounds);
 }
 
-std::int64_t find_noisy_ids(const float* x, std::int64_t num_rows, const PackedWeight& weight, const float* norm, float eps,
-                            const Choice& choice, const std::int64_t* positions, std::int64_t* ids, int num_threads) {
-    Draws draws{choice, {}};
-    for (std::int64_t row = 0; row < num_rows; ++row) draws.keys.emplace_back(choice.seed, static_cast<std::uint64_t>(positions[row]));
-    return find_ids(x, num_rows, weight, norm, eps, &draws, positions, ids, num_threads, nullptr);
+std::vector<RowChoice> read_choices(const RowChoices& choices) {
+    std::vector<RowChoice> read;
+    for (const auto& [seed, temperature, position] : choices) {
+        check(temperature >= 0, "a temperature must not be below 0.");
+        read.push_back({seed, temperature, position});
+    }
+    return read;
+}
+
+void find_chosen_ids(const float* x, std::int64_t num_rows, const PackedWeight& weight, const float* norm, float eps,
+                     const RowChoice* choices, std::int64_t* ids, int num_threads) {
+    const auto needs_logits = [&](const RowChoice& one) { return one.temperature != 0 && !(weight.is_quantized() && is_bounded(one.temperature)); };
+    if (std::any_of(choices, choices + num_rows, needs_logits)) {
+        std::fill_n(ids, num_rows, -1);
+        return;
+    }
+    find_ids(x, num_rows, weight, norm, eps, choices, ids, num_threads, nullptr);
 }
 
 namespace {
@@ -469,19 +481,18 @@ std::int64_t best_ids(Matrix x, const PackedWeight& weight, In<float, nb::ndim<1
     return find_best_ids(x.data(), num_rows, weight, norm.data(), eps, ids.data(), num_threads, bounds ? bounds->data() : nullptr);
 }
 
-// See find_noisy_ids. x [R, K], positions and ids [R].
-void noisy_ids(Matrix x, const PackedWeight& weight, In<float, nb::ndim<1>> norm, float eps, std::uint64_t seed, double temperature,
-               In<std::int64_t, nb::ndim<1>> positions, Out<std::int64_t, nb::ndim<1>> ids, int num_threads) {
+// See find_chosen_ids. x [R, K], ids [R].
+void chosen_ids(Matrix x, const PackedWeight& weight, In<float, nb::ndim<1>> norm, float eps, const RowChoices& choices,
+                Out<std::int64_t, nb::ndim<1>> ids, int num_threads) {
     const std::int64_t num_rows = static_cast<std::int64_t>(x.shape(0));
     check_equal("the width of x", static_cast<std::int64_t>(x.shape(1)), weight.num_inputs);
     check_equal("the length of the norm's weight", static_cast<std::int64_t>(norm.shape(0)), weight.num_inputs);
-    check_equal("the length of positions", static_cast<std::int64_t>(positions.shape(0)), num_rows);
+    check_equal("the number of choices", static_cast<std::int64_t>(choices.size()), num_rows);
     check_equal("the length of ids", static_cast<std::int64_t>(ids.shape(0)), num_rows);
-    const Choice choice{seed, temperature, 1.0, 0.0, 0};
-    check(weight.is_quantized() && is_bare(choice, weight.num_outputs), "the weight must be quantized and the temperature bounded.");
+    const std::vector<RowChoice> read = read_choices(choices);
     check_threads(num_threads, kMaxThreads);
     nb::gil_scoped_release released;
-    find_noisy_ids(x.data(), num_rows, weight, norm.data(), eps, choice, positions.data(), ids.data(), num_threads);
+    find_chosen_ids(x.data(), num_rows, weight, norm.data(), eps, read.data(), ids.data(), num_threads);
 }
 
 }  // namespace
@@ -492,6 +503,6 @@ void bind_head(nanobind::module_& m) {
     using nb::arg;
     m.def("best_ids", &best_ids, arg("x").noconvert(), arg("weight"), arg("norm").noconvert(), arg("eps"),
           arg("ids").noconvert(), arg("threads"), arg("bounds").noconvert().none() = nb::none());
-    m.def("noisy_ids", &noisy_ids, arg("x").noconvert(), arg("weight"), arg("norm").noconvert(), arg("eps"), arg("seed"),
-          arg("temperature"), arg("positions").noconvert(), arg("ids").noconvert(), arg("threads"));
+    m.def("chosen_ids", &chosen_ids, arg("x").noconvert(), arg("weight"), arg("norm").noconvert(), arg("eps"), arg("choices"),
+          arg("ids").noconvert(), arg("threads"));
 }

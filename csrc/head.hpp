@@ -1,6 +1,9 @@
 // The id that each row chooses over a language model's head, without its logits.
 #pragma once
 
+#include <tuple>
+#include <vector>
+
 #include "arrays.hpp"
 #include "choose.hpp"
 #include "parallel.hpp"
@@ -14,10 +17,14 @@ namespace sakiyomi {
 std::int64_t find_best_ids(const float* x, std::int64_t num_rows, const PackedWeight& weight, const float* norm, float eps,
                            std::int64_t* ids, int num_threads, float* bounds);
 
-// ids [R]: what `choose_id` takes of each row's logits at `positions` [R], for a bare choice and a quantized weight; -1 where
-// only the logits can tell. Otherwise as `find_best_ids`.
-std::int64_t find_noisy_ids(const float* x, std::int64_t num_rows, const PackedWeight& weight, const float* norm, float eps,
-                            const Choice& choice, const std::int64_t* positions, std::int64_t* ids, int num_threads);
+// `RowChoice` of ops/base.py, as it comes from Python.
+using RowChoices = std::vector<std::tuple<std::uint64_t, double, std::uint64_t>>;
+std::vector<RowChoice> read_choices(const RowChoices& choices);
+
+// ids [R]: what each row chooses, as `choose_id` from its logits; -1 also for all rows where noise decides one of them over a
+// float weight or at a temperature without bounds, so that logits are needed anyway.
+void find_chosen_ids(const float* x, std::int64_t num_rows, const PackedWeight& weight, const float* norm, float eps,
+                     const RowChoice* choices, std::int64_t* ids, int num_threads);
 
 // y [R, N] of x [R, K], normed first where there is a norm. `is_fine`: inputs of a quantized weight keep 16 bits, as two terms of
 // 8; the second adds to the first's outputs while the weights are still in the cache. Call it without the GIL.

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "arrays.hpp"
@@ -385,8 +386,8 @@ class DecoderStack {
                     const PendingRows& pending, std::int64_t first_layer, const std::vector<std::int64_t>& bounds,
                     const std::optional<std::vector<std::int32_t>>& parents, const std::vector<std::int64_t>& taps,
                     std::optional<Out<float, nb::ndim<2>>> tapped, const std::vector<std::int64_t>& asked, Out<float, nb::ndim<2>> out,
-                    const PackedWeight* head, std::optional<Vector> norm, float eps, std::optional<Out<std::int64_t, nb::ndim<1>>> best,
-                    int num_threads) const {
+                    const PackedWeight* head, std::optional<Vector> norm, float eps, const std::optional<RowChoices>& choices,
+                    std::optional<Out<std::int64_t, nb::ndim<1>>> chosen, int num_threads) const {
         const std::int64_t num_rows = static_cast<std::int64_t>(ids.size()), hidden = sizes_.hidden;
         const std::size_t width = static_cast<std::size_t>(hidden);
         check(layers_.front().input_norm != nullptr, "a layer lacks a norm.");
@@ -399,11 +400,14 @@ class DecoderStack {
             check(asked[i] >= (i == 0 ? 0 : asked[i - 1] + 1) && asked[i] < num_rows, "rows asked for must ascend below R.");
         check_equal("the number of rows of out", static_cast<std::int64_t>(out.shape(0)), static_cast<std::int64_t>(asked.size()));
         check_equal("the width of out", static_cast<std::int64_t>(out.shape(1)), hidden);
-        if (best) {
-            check(head != nullptr && norm, "best ids need a norm and a head.");
+        std::vector<RowChoice> read;
+        if (chosen) {
+            check(head != nullptr && norm && choices, "chosen ids need a norm, a head and choices.");
             check_equal("the width of the head", head->num_inputs, hidden);
             check_equal("the length of the norm's weight", static_cast<std::int64_t>(norm->shape(0)), hidden);
-            check_equal("the number of best ids", static_cast<std::int64_t>(best->shape(0)), static_cast<std::int64_t>(asked.size()));
+            check_equal("the number of chosen ids", static_cast<std::int64_t>(chosen->shape(0)), static_cast<std::int64_t>(asked.size()));
+            check_equal("the number of choices", static_cast<std::int64_t>(choices->size()), static_cast<std::int64_t>(asked.size()));
+            read = read_choices(*choices);
         }
         const RowPlan plan = RowPlan::trees(bounds, parents ? parents->data() : nullptr, num_rows, pending);
         const Caches caches(keys, values, lengths, bounds, pending, sizes_.heads.num_kv_heads, sizes_.heads.head_dim);
@@ -420,7 +424,7 @@ class DecoderStack {
         execute_rows(num_rows, embedded.data(), positions.data(), table.data(), plan, caches, first_layer, kept, last, num_threads, {});
         for (std::size_t i = 0; i < asked.size() && !are_all_asked; ++i)
             std::memcpy(out.data() + i * width, last + asked[i] * hidden, width * sizeof(float));
-        if (best) find_best_ids(out.data(), static_cast<std::int64_t>(asked.size()), *head, norm->data(), eps, best->data(), num_threads, nullptr);
+        if (chosen) find_chosen_ids(out.data(), static_cast<std::int64_t>(asked.size()), *head, norm->data(), eps, read.data(), chosen->data(), num_threads);
     }
 
     // Several steps of decoding behind `last`, the last token of a text whose other ones stand in the cache, by rules
@@ -653,9 +657,11 @@ class DecoderStack {
             has_logits = false;
             if (choice == nullptr) {
                 find_best_ids(states.data(), count, head, norm, eps, best.data(), num_threads, nullptr);
-            } else if (head.is_quantized() && is_bare(*choice, head.num_outputs)) {
-                const std::vector<std::int64_t> behind = following(positions);
-                find_noisy_ids(states.data(), count, head, norm, eps, *choice, behind.data(), best.data(), num_threads);
+            } else if (is_bare(*choice, head.num_outputs)) {
+                std::vector<RowChoice> choices;
+                for (const std::int32_t position : positions)
+                    choices.push_back({choice->seed, choice->temperature, static_cast<std::uint64_t>(position) + 1});
+                find_chosen_ids(states.data(), count, head, norm, eps, choices.data(), best.data(), num_threads);
             } else {
                 std::fill(best.begin(), best.end(), -1);
             }
@@ -670,13 +676,6 @@ class DecoderStack {
                 multiply_rows(states.data(), static_cast<std::int64_t>(best.size()), head, nullptr, logits.data(), num_threads, true, norm, eps);
             }
             return choose_id(logits.data() + row * head.num_outputs, head.num_outputs, *choice, position);
-        }
-
-        // The positions whose tokens rows choose.
-        static std::vector<std::int64_t> following(const std::vector<std::int32_t>& positions) {
-            std::vector<std::int64_t> behind;
-            for (const std::int32_t position : positions) behind.push_back(position + std::int64_t{1});
-            return behind;
         }
 
         const float* keep(const std::vector<std::int64_t>& rows) {
@@ -988,7 +987,7 @@ void bind_stack(nanobind::module_& m) {
         .def("run_tokens", &DecoderStack::run_tokens, arg("embedding"), arg("ids"), arg("positions"), arg("table").noconvert(),
              arg("keys"), arg("values"), arg("lengths"), arg("pending"), arg("layer"), arg("bounds"), arg("parents").none(), arg("taps"),
              arg("tapped").noconvert().none(), arg("asked"), arg("out").noconvert(), arg("head").none(), arg("norm").noconvert().none(),
-             arg("eps"), arg("best").noconvert().none(), arg("threads"))
+             arg("eps"), arg("choices").none(), arg("chosen").noconvert().none(), arg("threads"))
         .def("run_burst", &DecoderStack::run_burst, arg("embedding"), arg("last"), arg("table").noconvert(), arg("keys"), arg("values"),
              arg("length"), arg("capacity"), arg("layer"), arg("taps"), arg("first_taps").noconvert().none(), arg("kept").noconvert(), arg("rules"),
              arg("head"), arg("norm").noconvert(), arg("eps"), arg("threads"))

@@ -12,9 +12,21 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from sakiyomi.ops.base import BurstStep
-from sakiyomi.sampling.choose import TokenLogprobs, log_probs, takes_the_best
+from sakiyomi.sampling.choose import TokenLogprobs, bare_choice, log_probs
 from sakiyomi.tree import ROOT, Draft
-from sakiyomi.types import Array, Drafter, Model, ModelInfo, Output, Sequence, Span, Verdict, Verifier
+from sakiyomi.types import (
+    THE_BEST,
+    Array,
+    BareChoice,
+    Drafter,
+    Model,
+    ModelInfo,
+    Output,
+    Sequence,
+    Span,
+    Verdict,
+    Verifier,
+)
 
 logger = logging.getLogger("sakiyomi")
 
@@ -65,7 +77,7 @@ def advance(
 ) -> list[Step]:
     """The part of a step behind the proposal: forward, verify, commit, observe."""
     spans = [
-        _span(sequence, draft, drafter.taps, verifier.is_lossless != "no" and takes_the_best(sequence.history()))
+        _span(sequence, draft, drafter.taps, _choice(verifier, sequence))
         for sequence, draft in zip(sequences, drafts, strict=True)
     ]
     outputs = model.forward(spans)
@@ -172,11 +184,17 @@ def observe_burst(drafter: Drafter, sequence: Sequence, start: int, taps: Array 
         rewind(drafter, sequence, length)
 
 
-def _span(sequence: Sequence, draft: Draft, taps: tuple[int, ...], wants_best: bool = False) -> Span:
+def _choice(verifier: Verifier, sequence: Sequence) -> BareChoice | None:
+    """How the tokens of a sequence are chosen, where the rule will ask for nothing else of the rows."""
+    choice = bare_choice(sequence.history()) if verifier.is_lossless != "no" else None
+    return choice if choice == THE_BEST or verifier.follows_choices else None
+
+
+def _span(sequence: Sequence, draft: Draft, taps: tuple[int, ...], choice: BareChoice | None) -> Span:
     tail = sequence.tokens[sequence.cache.length :]
     root = len(tail) - 1
     if root == 0 and not len(draft) and draft.probes is None:
-        return Span(sequence.cache, tail, (-1,), (0,), taps, draft.computed, wants_best)
+        return Span(sequence.cache, tail, (-1,), (0,), taps, draft.computed, choice)
     parents = [*range(-1, root), *(root if parent == ROOT else root + 1 + parent for parent in draft.parents)]
     tokens, rows = [*tail, *draft.tokens], [*range(root, len(parents))]
     if draft.probes is not None:
@@ -184,7 +202,7 @@ def _span(sequence: Sequence, draft: Draft, taps: tuple[int, ...], wants_best: b
         tokens += draft.probes.tokens
         parents += (root if parent == ROOT else first + parent for parent in draft.probes.parents)
         rows += (first + row for row in draft.probes.asked)
-    return Span(sequence.cache, tokens, parents, rows, taps, draft.computed, wants_best)
+    return Span(sequence.cache, tokens, parents, rows, taps, draft.computed, choice)
 
 
 def _commit(sequence: Sequence, draft: Draft, verdict: Verdict, output: Output, info: ModelInfo) -> Step:

@@ -289,6 +289,21 @@ class Cache(Protocol):
         ...
 
 
+class BareChoice(NamedTuple):
+    """How tokens are chosen where no parameter changes logits and no filter leaves an id out.
+
+    Attributes:
+        seed: of the noise.
+        temperature: 0: the most probable token, whatever the seed.
+    """
+
+    seed: int
+    temperature: float
+
+
+THE_BEST = BareChoice(0, 0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """What a forward pass takes for one sequence: a prompt chunk, a plain step and a tree check are the same call.
@@ -301,8 +316,8 @@ class Span:
         taps: layer numbers t whose hidden state (after t layers; 0 = embedding, L = before the final norm) is wanted.
         computed: an offer to go on from what the first layers have computed of the first rows. A model takes it up as
             far as the rows are the same and its cache still holds their keys and values; results do not depend on it.
-        wants_best: whether the best ids of `logit_rows` will be asked for and most likely nothing else of them, so that
-            a model may find them at once; results do not depend on it.
+        choice: how the tokens of `logit_rows` will be chosen, where most likely nothing else of them is asked for, so
+            that a model may choose at once; results do not depend on it.
     """
 
     cache: Cache
@@ -311,7 +326,7 @@ class Span:
     logit_rows: Seq[int] = ()
     taps: tuple[int, ...] = ()
     computed: Computed | None = None
-    wants_best: bool = False
+    choice: BareChoice | None = None
 
 
 class Output(Protocol):

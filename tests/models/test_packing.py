@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from sakiyomi.errors import SakiyomiError
 from sakiyomi.models.native import NativeModel
 from sakiyomi.ops.native import NativeOps
 from sakiyomi.params import SamplingParams
-from sakiyomi.types import History, Sequence, Span
+from sakiyomi.sampling.choose import bare_choice
+from sakiyomi.types import THE_BEST, BareChoice, History, Sequence, Span
 from sakiyomi.verify.match import MatchVerifier
 
 GREEDY = History([1, 2], 1, SamplingParams(temperature=0.0), seed=0)
@@ -46,13 +48,13 @@ def heads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def run_two(model: NativeModel, seed: int = 0, *, wants_best: tuple[bool, bool] = (False, False)) -> list[Any]:
+def run_two(model: NativeModel, seed: int = 0, choices: Seq[BareChoice | None] = (None, None)) -> list[Any]:
     """A chain with two asked rows and a tree with four, in one pass."""
     first, second = np.random.default_rng(seed).integers(0, 257, (2, 4)).tolist()
     return model.forward(
         [
-            Span(model.new_cache(), first, range(-1, 3), (1, 3), wants_best=wants_best[0]),
-            Span(model.new_cache(), second, (-1, 0, 0, 1), range(4), wants_best=wants_best[1]),
+            Span(model.new_cache(), first, range(-1, 3), (1, 3), choice=choices[0]),
+            Span(model.new_cache(), second, (-1, 0, 0, 1), range(4), choice=choices[1]),
             Span(model.new_cache(), second, range(-1, 3)),
         ]
     )
@@ -87,11 +89,11 @@ def test_the_head_runs_once_and_only_when_it_is_needed(model: NativeModel, heads
 
 def test_best_ids_that_are_wanted_come_with_the_pass(model: NativeModel, heads: list[str]) -> None:
     for seed in range(20):
-        chain, tree, _ = run_two(model, seed, wants_best=(True, True))
+        chain, tree, _ = run_two(model, seed, (THE_BEST, THE_BEST))
         best = chain.argmax() + tree.argmax()
         assert [chain.choose(i, GREEDY) for i in range(2)] + [tree.choose(i, GREEDY) for i in range(4)] == best
         assert heads == []
-        lazy = run_two(model, seed, wants_best=(True, False))
+        lazy = run_two(model, seed, (THE_BEST, None))
         assert heads == []
         assert lazy[0].argmax() + lazy[1].argmax() == best
         assert heads == ["best_ids"]
@@ -102,6 +104,47 @@ def test_best_ids_that_are_wanted_come_with_the_pass(model: NativeModel, heads: 
             for i in (0, 1)
         )
         heads.clear()
+
+
+def draw(output: Any, positions: Seq[int], choice: BareChoice) -> list[int]:
+    """What rows choose, whose tokens come at these positions."""
+    params = SamplingParams(temperature=choice.temperature)
+    histories = [replace(GREEDY, tokens=[1] * position, params=params, seed=choice.seed) for position in positions]
+    return [output.choose(i, history) for i, history in enumerate(histories)]
+
+
+CHAIN, TREE = (2, 4), (1, 2, 2, 3)
+"""Where the tokens come that the rows of `run_two` choose."""
+
+
+@pytest.mark.parametrize("others", [THE_BEST, BareChoice(9, 1.0), BareChoice(3, 0.4)])
+def test_drawn_ids_that_are_wanted_come_with_the_pass(model: NativeModel, heads: list[str], others: BareChoice) -> None:
+    """They are those of the logits; what was announced otherwise, or for another seed or place, is drawn from these."""
+    for seed in range(20):
+        mine = BareChoice(seed, 0.8)
+        plain = run_two(model, seed)
+        wanted = [draw(plain[0], CHAIN, mine), draw(plain[1], TREE, others)]
+        heads.clear()
+        chain, tree, _ = run_two(model, seed, (mine, others))
+        assert [draw(chain, CHAIN, mine), draw(tree, TREE, others)] == wanted
+        assert heads == []
+        for choice in (BareChoice(seed + 1, 0.8), BareChoice(seed, 0.7)):
+            chain, _, _ = run_two(model, seed, (mine, others))
+            assert draw(chain, CHAIN, choice) == draw(plain[0], CHAIN, choice)
+            assert draw(chain, (7, 8), mine) == draw(plain[0], (7, 8), mine)
+            assert heads == ["normed_logits"]
+            heads.clear()
+        chain, _, _ = run_two(model, seed, (mine, others))
+        assert chain.argmax() == plain[0].argmax()
+        assert heads == ["best_ids"]
+
+
+@pytest.mark.parametrize("options", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"logprobs": 2}, {"min_tokens": 3}])
+def test_only_bare_choices_are_announced(options: dict[str, Any]) -> None:
+    sampled = replace(GREEDY, params=SamplingParams(temperature=0.7), seed=5)
+    assert bare_choice(sampled) == BareChoice(5, 0.7)
+    assert bare_choice(GREEDY) == THE_BEST
+    assert bare_choice(replace(sampled, params=SamplingParams(temperature=0.7, **options))) is None
 
 
 @pytest.mark.parametrize(
@@ -135,9 +178,9 @@ def test_damaged_logits_are_the_same_error(model: NativeModel, monkeypatch: pyte
     rows = np.stack([chain.row(0), chain.row(1), *(tree.row(i) for i in range(4))])
     chain, tree, _ = run_two(model)
     assert chain.argmax() + tree.argmax() == model.decoder.ops.argmax(rows).tolist()
-    chain, tree, _ = run_two(model, wants_best=(True, True))
+    chain, tree, _ = run_two(model, 0, (THE_BEST, THE_BEST))
     assert chain.argmax() + tree.argmax() == model.decoder.ops.argmax(rows).tolist()
-    chain, _, _ = run_two(model, wants_best=(True, True))
+    chain, _, _ = run_two(model, 0, (THE_BEST, THE_BEST))
     if np.isnan(rows[0]).any():  # rounding to 8 bits may lose a nan, but spreads an infinite number
         with pytest.raises(SakiyomiError, match="position 2 hold nan"):
             chain.choose(0, GREEDY)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("sakiyomi._native", reason="the native kernels are not built")
 
-from sakiyomi.ops.base import Ops
+from sakiyomi.ops.base import THE_BEST_ROW, Ops, RowChoice
 from sakiyomi.ops.native import NativeOps, list_isas
 from sakiyomi.types import Quantized
 
@@ -67,17 +67,15 @@ def assert_noisy(ops: NativeOps, x: Floats, norm: Floats, head: Any, may_ask: bo
     """By noise, too, what the logits choose, but where they are too large for bounds in floats."""
     with np.errstate(invalid="ignore"):
         logits = ops.logits(ops.rms_norm(x, norm, EPS), head)
-    positions = np.arange(len(x), dtype=np.int64) * 3 + (1 << 33)
-    for seed, temperature in enumerate((0.01, 0.3, 1.0, 4.0, 100.0)):
-        expected = [
-            native.choose(row, seed, int(position), temperature, 0, 1.0, 0.0)
-            for row, position in zip(logits, positions, strict=True)
-        ]
-        ids = np.empty(len(x), np.int64)
-        native.noisy_ids(np.ascontiguousarray(x), head, norm, EPS, seed, temperature, positions, ids, ops.threads)
-        for got, wanted, row in zip(ids.tolist(), expected, logits, strict=True):
-            is_left = got == -1 and (may_ask or np.abs(row).max() > 1e4 * temperature)
-            assert got == wanted or is_left, (temperature, got, wanted)
+    temperatures = (0.01, 0.3, 1.0, 0.0, 4.0, 100.0)
+    for first in range(len(temperatures)):
+        mixed = [temperatures[(first + i) % len(temperatures)] for i in range(len(x))]
+        choices = [RowChoice(first, heat, (1 << 33) + 3 * i) if heat else THE_BEST_ROW for i, heat in enumerate(mixed)]
+        chosen = ops.chosen_ids(x, norm, EPS, head, choices).tolist()
+        for got, choice, row in zip(chosen, choices, logits, strict=True):
+            wanted = native.choose(row, choice.seed, choice.position, choice.temperature, 0, 1.0, 0.0)
+            is_left = got == -1 and (may_ask or np.abs(row).max() > 1e4 * choice.temperature > 0)
+            assert got == wanted or is_left, (choice, got, wanted)
 
 
 @pytest.fixture
@@ -113,14 +111,20 @@ def test_few_outputs_are_computed_twice(rng: np.random.Generator) -> None:
     assert 40 < count < 0.25 * 40 * 20_000 / SHARE
 
 
-@pytest.mark.parametrize(("temperature", "told"), [(0.009, "bounded"), (101.0, "bounded"), (1.0, "positions")])
-def test_noise_is_refused_where_bounds_or_positions_are_missing(
-    rng: np.random.Generator, temperature: float, told: str
-) -> None:
-    head, ids = NativeOps().weight(make_head(rng, 70, 64)), np.empty(3, np.int64)
-    positions = np.zeros(2 if told == "positions" else 3, np.int64)
-    with pytest.raises(ValueError, match=told):
-        native.noisy_ids(normal(rng, 3, 64), head, normal(rng, 64), EPS, 0, temperature, positions, ids, 1)
+@pytest.mark.parametrize("temperature", [0.009, 101.0, 1.0])
+def test_noise_that_has_no_bounds_is_left_to_the_logits(rng: np.random.Generator, temperature: float) -> None:
+    head = NativeOps(dtype="float32" if temperature == 1 else "int8").weight(normal(rng, 70, 64))
+    ops, x, norm = NativeOps(threads=1), normal(rng, 2, 64), normal(rng, 64)
+    choices = [THE_BEST_ROW, RowChoice(3, temperature, 5)]
+    assert ops.chosen_ids(x, norm, EPS, head, choices).tolist() == [-1, -1]
+    assert Ops.chosen_ids(ops, x, norm, EPS, head, choices).tolist() == [int(ops.best_ids(x, norm, EPS, head)[0]), -1]
+
+
+def test_wrong_choices_are_refused(rng: np.random.Generator) -> None:
+    ops, head, norm = NativeOps(threads=1), NativeOps().weight(normal(rng, 70, 64)), normal(rng, 64)
+    for choices, told in (([THE_BEST_ROW], "choices"), ([RowChoice(0, -1.0, 0)] * 2, "temperature")):
+        with pytest.raises(ValueError, match=told):
+            ops.chosen_ids(normal(rng, 2, 64), norm, EPS, head, choices)
 
 
 def test_equal_logits_give_the_lowest_id(rng: np.random.Generator) -> None:

@@ -12,7 +12,7 @@ from weakref import WeakSet
 
 from sakiyomi.cache import KVCache
 from sakiyomi.errors import ParameterError
-from sakiyomi.models.packing import AskedRows, make_room, own_caches, pack_spans, split_result
+from sakiyomi.models.packing import AskedRows, find_choices, make_room, own_caches, pack_spans, split_result
 from sakiyomi.models.stages import run_in_stages
 from sakiyomi.nets.decoder import Decoder, DecoderConfig
 from sakiyomi.ops.base import BurstRules, BurstStep, Ops
@@ -47,16 +47,17 @@ class DecoderModel:
             try:
                 if self._is_cut or any(span.computed is not None for span in spans):
                     return list(run_in_stages(self.decoder, spans, packed, caches, notes=self._is_cut))
-                states, taps, best = self.decoder.forward(
+                choices = find_choices(spans, packed) if self.decoder.ops.has_best_ids else []
+                states, taps, chosen = self.decoder.forward(
                     packed.token_ids,
                     packed.positions,
                     make_room(caches, spans),
                     packed.mask,
                     packed.logit_rows,
                     packed.taps,
-                    self.decoder.ops.has_best_ids and all(span.wants_best for span in spans if span.logit_rows),
+                    choices,
                 )
-                rows = None if states is None else AskedRows.of_states(self.decoder, states, best)
+                rows = None if states is None else AskedRows.of_states(self.decoder, states, choices, chosen)
             except BaseException:
                 # Rows of a pass that broke off (an interrupt, no memory) must never be committed.
                 for span in spans:

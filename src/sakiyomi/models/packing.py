@@ -12,10 +12,10 @@ import numpy.typing as npt
 from sakiyomi.cache import KVCache
 from sakiyomi.errors import ContextLengthError, ParameterError
 from sakiyomi.nets.decoder import Decoder
-from sakiyomi.ops.base import Ops, Past, Tree
-from sakiyomi.sampling.choose import choose, takes_the_best
+from sakiyomi.ops.base import THE_BEST_ROW, Ops, Past, RowChoice, Tree
+from sakiyomi.sampling.choose import bare_choice, choose
 from sakiyomi.tree import Computed
-from sakiyomi.types import Array, History, ModelInfo, Span
+from sakiyomi.types import Array, BareChoice, History, ModelInfo, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +65,26 @@ def pack_spans(spans: Sequence[Span], info: ModelInfo) -> PackedSpans:
     return PackedSpans(token_ids, positions, parents, tuple(bounds), logit_rows, taps)
 
 
+def find_choices(spans: Sequence[Span], packed: PackedSpans) -> list[RowChoice]:
+    """How the asked rows choose their tokens, where all spans that have some tell; else none."""
+    owners = [span.choice for span in spans for _ in span.logit_rows]
+    choices = [
+        _at(choice, packed.positions[row] + 1)
+        for choice, row in zip(owners, packed.logit_rows, strict=True)
+        if choice is not None
+    ]
+    return choices if len(choices) == len(owners) else []
+
+
+def _at(choice: BareChoice, position: int) -> RowChoice:
+    return RowChoice(*choice, position) if choice.temperature else THE_BEST_ROW
+
+
 class AskedRows:
     """The rows of a pass that the head is for, span under span: what it makes of them is made once, for all of them.
 
-    Logits are made when the first row of them is asked for. Where the best ids are enough, the ops may find these
-    faster without.
+    Logits are made when the first row of them is asked for. Where the best or the chosen ids are enough, the ops may
+    find these faster without.
     """
 
     def __init__(
@@ -77,13 +92,16 @@ class AskedRows:
         ops: Ops,
         make_logits: Callable[[], Array],
         find_best: Callable[[], npt.NDArray[np.int64]] | None = None,
-        best: npt.NDArray[np.int64] | None = None,
+        choices: Sequence[RowChoice] = (),
+        chosen: npt.NDArray[np.int64] | None = None,
     ) -> None:
         self.ops = ops
         self._make_logits = make_logits
         self._find_best = find_best
         self._logits: Array | None = None
-        self._best: list[int] | None = None if best is None else best.tolist()
+        self._best: list[int] | None = None
+        self._choices = choices
+        self._chosen: list[int] = [] if chosen is None else chosen.tolist()
 
     @classmethod
     def of_logits(cls, ops: Ops, logits: Array) -> AskedRows:
@@ -91,10 +109,16 @@ class AskedRows:
         return cls(ops, lambda: logits)
 
     @classmethod
-    def of_states(cls, decoder: Decoder, states: Array, best: npt.NDArray[np.int64] | None = None) -> AskedRows:
-        """Rows given by the states [R, H] behind a decoder's last layer, and their best ids [R] where known."""
+    def of_states(
+        cls,
+        decoder: Decoder,
+        states: Array,
+        choices: Sequence[RowChoice] = (),
+        chosen: npt.NDArray[np.int64] | None = None,
+    ) -> AskedRows:
+        """Rows given by the states [R, H] behind a decoder's last layer, and what they chose [R] where known."""
         if decoder.ops.has_best_ids:
-            return cls(decoder.ops, partial(decoder.logits, states), partial(decoder.best_ids, states), best)
+            return cls(decoder.ops, partial(decoder.logits, states), partial(decoder.best_ids, states), choices, chosen)
         return cls.of_logits(decoder.ops, decoder.logits(states))
 
     @property
@@ -104,13 +128,18 @@ class AskedRows:
             self._logits = self._make_logits()
         return self._logits
 
-    def find_best(self, i: int) -> int | None:
-        """The lowest id of the largest logit of the i-th row, or None where only the logits can tell."""
+    def find(self, i: int, choice: RowChoice) -> int | None:
+        """The id that the i-th row chooses, or None where only the logits can tell."""
         if self._find_best is None or self._logits is not None:
             return None
-        if self._best is None:
-            self._best = self._find_best().tolist()
-        token = self._best[i]
+        if self._chosen and self._choices[i] == choice:
+            token = self._chosen[i]
+        elif choice == THE_BEST_ROW:
+            if self._best is None:
+                self._best = self._find_best().tolist()
+            token = self._best[i]
+        else:
+            return None
         return token if token >= 0 else None
 
 
@@ -142,7 +171,7 @@ class SpanOutput:
         """The lowest id with the largest logit, for each asked row."""
         if self._rows is None:
             return []
-        best = [self._rows.find_best(i) for i in range(self._first, self._end)]
+        best = [self._rows.find(i, THE_BEST_ROW) for i in range(self._first, self._end)]
         known = [token for token in best if token is not None]
         if len(known) == len(best):
             return known
@@ -150,8 +179,9 @@ class SpanOutput:
 
     def choose(self, i: int, history: History) -> int:
         """The token that plain decoding chooses from the i-th asked row."""
-        if takes_the_best(history):
-            token = self._asked().find_best(range(self._first, self._end)[i])
+        choice = bare_choice(history)
+        if choice is not None:
+            token = self._asked().find(range(self._first, self._end)[i], _at(choice, history.position))
             if token is not None:
                 return token
         return int(choose(self.row(i), history))

@@ -19,7 +19,18 @@ import numpy as np
 import numpy.typing as npt
 
 from sakiyomi.errors import CheckpointError, ParameterError, UnsupportedModelError
-from sakiyomi.ops.base import BurstRules, BurstStep, KVSlots, LanguageHead, LayerWeights, Mask, Ops, Past, StackSpec
+from sakiyomi.ops.base import (
+    BurstRules,
+    BurstStep,
+    KVSlots,
+    LanguageHead,
+    LayerWeights,
+    Mask,
+    Ops,
+    Past,
+    RowChoice,
+    StackSpec,
+)
 from sakiyomi.types import Array, Tensor
 
 # What transformers assumes where a config.json says nothing.
@@ -196,7 +207,7 @@ class Decoder:
         mask: Mask,
         logit_rows: Sequence[int] = (),
         taps: Sequence[int] = (),
-        wants_best: bool = False,
+        choices: Sequence[RowChoice] = (),
     ) -> tuple[Array | None, Array | None, npt.NDArray[np.int64] | None]:
         """Run the decoder, which must not skip layers, over R packed rows.
 
@@ -206,18 +217,18 @@ class Decoder:
             mask: which rows see which.
             logit_rows: rows that the head shall run over (`logits`, `best_ids`), ascending.
             taps: layer numbers t, ascending: the hidden state after t layers (0: the embedding).
-            wants_best: whether `best_ids` of these rows are wanted at once.
+            choices: how these rows choose ids, where that is wanted at once (`Ops.chosen_ids`).
 
         Returns:
-            The states behind the last layer [len(logit_rows), H], taps [R, T * H], and best ids [len(logit_rows)],
+            The states behind the last layer [len(logit_rows), H], taps [R, T * H], and chosen ids [len(logit_rows)],
             each None when not asked for.
         """
         ((start, layers, spec),) = self._stretches(0, self.config.num_layers)
         self._stretch_rows[start, len(layers)] += len(token_ids)
         here = None if past is None else past.at(start)
-        best_of = LanguageHead(self.norm, self.config.eps, self.head) if wants_best else None
+        head = LanguageHead(self.norm, self.config.eps, self.head) if choices else None
         return self.ops.decoder_pass(
-            token_ids, self.embedding, layers, spec, positions, here, mask, logit_rows, taps, best_of
+            token_ids, self.embedding, layers, spec, positions, here, mask, logit_rows, taps, head, choices
         )
 
     def burst(

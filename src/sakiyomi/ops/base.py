@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sakiyomi.tree import Draft
-from sakiyomi.types import Array, Quantized
+from sakiyomi.types import THE_BEST, Array, Quantized
 
 Matrix: TypeAlias = "npt.NDArray[Any] | Quantized"
 Weight: TypeAlias = Any  # what `Ops.weight` made of a matrix
@@ -242,6 +242,17 @@ class NoisyChoice(NamedTuple):
     min_p: float
 
 
+class RowChoice(NamedTuple):
+    """A `BareChoice` at the position of the token that is chosen; 0, like the seed, where that has no influence."""
+
+    seed: int
+    temperature: float
+    position: int
+
+
+THE_BEST_ROW = RowChoice(*THE_BEST, 0)
+
+
 class BurstRules(NamedTuple):
     """What the steps of a burst go by (`Ops.run_burst`).
 
@@ -455,6 +466,13 @@ class Ops(ABC):
         """`argmax` of `normed_logits` [R]; -1 where only the logits can tell, since there may be a nan among them."""
         logits = self.to_numpy(self.normed_logits(x, norm, eps, head))
         return np.where(logits.max(axis=1) > -np.inf, logits.argmax(axis=1), -1)
+
+    def chosen_ids(
+        self, x: Array, norm: Array, eps: float, head: Weight, choices: Sequence[RowChoice]
+    ) -> npt.NDArray[np.int64]:
+        """What rows of x choose of `normed_logits` [R]; -1 where only the logits can tell."""
+        best = self.best_ids(x, norm, eps, head)
+        return np.where([choice == THE_BEST_ROW for choice in choices], best, -1)
 
     @abstractmethod
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
@@ -708,7 +726,8 @@ class Ops(ABC):
         mask: Mask,
         rows: Sequence[int],
         taps: Sequence[int] = (),
-        best_of: LanguageHead | None = None,
+        head: LanguageHead | None = None,
+        choices: Sequence[RowChoice] = (),
     ) -> tuple[Array | None, Array | None, npt.NDArray[np.int64] | None]:
         """A whole decoder over token ids [R]: `embed`, `decoder_stack`, and the choice of rows behind it.
 
@@ -716,17 +735,18 @@ class Ops(ABC):
             token_ids, positions: R integers.
             rows: the rows whose states are wanted, ascending.
             taps: as in `decoder_stack`.
-            best_of: the head whose best ids of those rows are wanted too, where `has_best_ids`.
+            head, choices: over what, and how, those rows choose ids, where that is wanted too (`chosen_ids`) and
+                `has_best_ids`.
 
         Returns:
-            The states behind the last layer [len(rows), H], the taps side by side [R, T * H], and the best ids
+            The states behind the last layer [len(rows), H], the taps side by side [R, T * H], and the chosen ids
             [len(rows)], each None where it was not asked for.
         """
         ids, places = np.asarray(token_ids, np.int32), np.asarray(positions, np.int32)
         x, kept = self.decoder_stack(self.embed(embedding, ids), layers, spec, places, past, mask, taps)
         states = x if len(rows) == len(x) else x[list(rows)] if len(rows) else None
-        best = None if states is None or best_of is None else self.best_ids(states, *best_of)
-        return states, self.concat(kept) if kept else None, best
+        chosen = None if states is None or head is None else self.chosen_ids(states, *head, choices)
+        return states, self.concat(kept) if kept else None, chosen
 
     def self_attention(
         self,

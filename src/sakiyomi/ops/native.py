@@ -40,6 +40,7 @@ from sakiyomi.ops.base import (
     Ops,
     Past,
     Placeholder,
+    RowChoice,
     StackSpec,
     Tree,
 )
@@ -225,6 +226,14 @@ class NativeOps(Ops):
         _native.best_ids(_floats(x), head, norm, eps, ids, self.threads)
         return ids
 
+    def chosen_ids(
+        self, x: Floats, norm: Floats, eps: float, head: Any, choices: Sequence[RowChoice]
+    ) -> npt.NDArray[np.int64]:
+        """As `best_ids`, and noise where it may decide."""
+        ids = np.empty(len(x), np.int64)
+        _native.chosen_ids(_floats(x), head, norm, eps, choices, ids, self.threads)
+        return ids
+
     def rms_norm(self, x: Floats, weight: Floats, eps: float) -> Floats:
         rows = _floats(x)
         out = np.empty(x.shape, np.float32)
@@ -368,23 +377,26 @@ class NativeOps(Ops):
         mask: Mask,
         rows: Sequence[int],
         taps: Sequence[int] = (),
-        best_of: LanguageHead | None = None,
+        head: LanguageHead | None = None,
+        choices: Sequence[RowChoice] = (),
     ) -> tuple[Floats | None, Floats | None, npt.NDArray[np.int64] | None]:
         """One call for all of it: with a small model what Python does between two calls is a share of a step."""
         if past is None or not layers or not isinstance(mask, Causal | Tree):
-            return super().decoder_pass(token_ids, embedding, layers, spec, positions, past, mask, rows, taps, best_of)
+            return super().decoder_pass(
+                token_ids, embedding, layers, spec, positions, past, mask, rows, taps, head, choices
+            )
         width, count = embedding.shape[1], len(rows)
         table = self._rope_table(_count_positions(positions), spec.inv_freq, spec.rope_scale)
         states = np.empty((count, width), np.float32)
         tapped = np.empty((len(token_ids), len(taps) * width), np.float32) if taps else None
-        best = None if best_of is None or not count else np.empty(count, np.int64)
-        norm, eps, head = best_of or (None, 0.0, None)
+        chosen = None if head is None or not count else np.empty(count, np.int64)
+        norm, eps, weight = head or (None, 0.0, None)
         parents = mask.parents if isinstance(mask, Tree) else None
         self._stack(layers, spec).run_tokens(
             *(embedding, token_ids, positions, table, *_caches(past), past.layer, mask.bounds, parents),
-            *(taps, tapped, rows, states, head, norm, eps, best, self.threads),
+            *(taps, tapped, rows, states, weight, norm, eps, choices, chosen, self.threads),
         )
-        return (states if count else None), tapped, best
+        return (states if count else None), tapped, chosen
 
     def run_burst(
         self,

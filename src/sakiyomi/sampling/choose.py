@@ -21,7 +21,7 @@ import numpy.typing as npt
 from sakiyomi.errors import ParameterError, SakiyomiError
 from sakiyomi.noise import NoiseKey, exact_exp, exact_log, gumbel, uniform
 from sakiyomi.params import SamplingParams
-from sakiyomi.types import History
+from sakiyomi.types import THE_BEST, BareChoice, History
 
 _native: ModuleType | None
 try:
@@ -269,9 +269,15 @@ def treats_ids_unalike(params: SamplingParams, num_new: int) -> bool:
     return num_new < params.min_tokens or bool(params.logit_bias) or params.has_penalties
 
 
-def takes_the_best(history: History) -> bool:
-    """Whether `choose` takes the largest of the logits as they are, and nobody asks for more of them."""
-    return history.params.is_greedy and takes_logits_as_they_are(history)
+def bare_choice(history: History) -> BareChoice | None:
+    """How `choose` chooses, where it takes the logits as they are, no filter is on and nobody asks for more of them."""
+    params = history.params
+    if not takes_logits_as_they_are(history):
+        return None
+    if params.is_greedy:
+        return THE_BEST
+    has_filter = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+    return None if has_filter else BareChoice(history.seed, params.temperature)
 
 
 def takes_logits_as_they_are(history: History) -> bool:
