@@ -152,9 +152,9 @@ void gather_rows(const QuantizedRows& source, const std::vector<std::int32_t>& c
 
 // A block of outputs, one of which may win a row's race, and what that one has at most.
 struct Rival {
-    std::int64_t block;
-    std::int32_t row;
-    double most;
+    std::int64_t block = 0;
+    std::int32_t row = 0;
+    double most = -kInfinity;
 };
 
 // What one thread has found for one row.
@@ -165,6 +165,7 @@ struct Found {
     std::int64_t peak_share = 0;
     bool has_nan = false;
     double lead = -kInfinity;  // what the winner of the race has at least: logit / temperature + noise
+    Rival favourite;           // who has most
     std::vector<Candidate> candidates;
 
     void see_peak(float first, std::int64_t share) {
@@ -261,6 +262,25 @@ struct Search {
             if (!(most >= lead) || sums[i] == -kInfinity) continue;
             lead = std::max(lead, (sums[i] - slack) / temperature + noise);
             desk.rivals.push_back({share * kShareBlocks + i / kLanes, static_cast<std::int32_t>(row), most});
+            if (most > desk.at(row).favourite.most) desk.at(row).favourite = desk.rivals.back();
+        }
+    }
+
+    // What a row's favourite really has: few can beat that, where many might have beaten the least that it can have.
+    void decide_favourite(std::int64_t row, Desk& desk) {
+        Rival favourite;
+        double& lead = leads[static_cast<std::size_t>(row)];
+        for (const Desk& one : desks) {
+            lead = std::max(lead, one.at(row).lead);
+            if (one.at(row).favourite.most > favourite.most) favourite = one.at(row).favourite;
+        }
+        if (favourite.most == -kInfinity) return;
+        desk.chosen.assign(1, static_cast<std::int32_t>(row));
+        const std::int64_t first = favourite.block * kLanes, width = std::min<std::int64_t>(kLanes, job.num_outputs - first);
+        decide_chosen(favourite.block, width, desk);
+        for (std::int64_t i = 0; i < width; ++i) {
+            const double noise = gumbel_of(random_word(keys[static_cast<std::size_t>(row)], static_cast<std::uint32_t>(first + i)));
+            lead = std::max(lead, desk.sums[i] / choices[row].temperature + noise);
         }
     }
 
@@ -288,8 +308,7 @@ struct Search {
         if (is_left_out(row)) return;
         Found all;
         for (const Desk& one : desks) all.see_peak(one.at(row).peak, one.at(row).peak_share);
-        if (draws(row))
-            for (const Desk& one : desks) leads[static_cast<std::size_t>(row)] = std::max(leads[static_cast<std::size_t>(row)], one.at(row).lead);
+        if (draws(row)) decide_favourite(row, desk);
         peak_shares[static_cast<std::size_t>(row)] = all.peak_share;
         desk.chosen.assign(1, static_cast<std::int32_t>(row));
         const std::int64_t width = outputs_of_share(job_of_share(job, all.peak_share, nullptr));
