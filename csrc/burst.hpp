@@ -216,7 +216,7 @@ class Burst {
         }
     }
 
-    // One tree of the nodes that are worth their time, the most probable first.
+    // One tree of the nodes that are worth their time, the most probable first; the first one alone where none has been for long.
     std::vector<DraftNode> choose(const std::vector<Asked>& all) const {
         std::vector<DraftNode> merged;
         for (const Asked& asked : all) merge(asked, merged);

@@ -220,7 +220,7 @@ struct Search {
     std::vector<Desk> desks;
     const RowChoice* choices;    // null: the best ids are wanted
     std::vector<NoiseKey> keys = {};
-    std::vector<double> leads = {};  // `Found::lead` of all threads
+    std::vector<double> leads = {};  // what the winner of a row's race has at least, by all threads
 
     bool draws(std::int64_t row) const { return choices != nullptr && choices[row].temperature != 0; }
 
@@ -249,11 +249,13 @@ struct Search {
 
     // Who of a share may win the race of a row, going by the first term.
     void draw_share(std::int64_t share, std::int64_t row, float largest, Desk& desk) const {
-        const double temperature = choices[row].temperature, slack = bound(row, share);
+        // Adding it to a float rounds as the logit is rounded; `kRoundingSlack` is for doubles.
+        const double temperature = choices[row].temperature;
+        const float slack = bound(row, share);
         double& lead = desk.at(row).lead;
         if ((largest + slack) / temperature + kGumbelMax < lead) return;
         const float* sums = desk.sums + row * kShareOutputs;
-        const ScoreRule rule{-bound(row, share), temperature, -kInfinity};
+        const ScoreRule rule{-slack, temperature, -kInfinity};
         std::uint32_t words[kShareOutputs];
         kernel.draw_block(&keys[static_cast<std::size_t>(row)], static_cast<std::uint32_t>(share * kShareOutputs / 4), words);
         for (std::uint64_t bits = kernel.bound_block(sums, &rule, words, static_cast<float>(lead)); bits != 0; bits &= bits - 1) {

@@ -66,10 +66,11 @@ SlabBytes::SlabBytes(std::size_t num_bytes) {
     std::lock_guard<std::mutex> lock(mutex);
     slab_ = open_slab.lock();
     if (!slab_ || rounded > num_left) {
-        num_left = rounded > kSlabBytes ? rounded : kSlabBytes;
-        slab_ = new_pages(num_left);
+        const std::size_t size = rounded > kSlabBytes ? rounded : kSlabBytes;
+        slab_ = new_pages(size);
         open_slab = slab_;
         next = slab_.get();
+        num_left = size;
     }
     bytes_ = next;
     next += rounded;

@@ -386,6 +386,34 @@ def test_choices_are_those_of_the_budget(
     assert budget.kinds >= ({"priced"} if free_share == 0 else {"free"})
 
 
+def test_what_never_seems_to_pay_is_checked_now_and_then(
+    trained_toy: Any, toy_mlp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows look dearer than passes; still every third step checks a node, in bursts as elsewhere."""
+    monkeypatch.setattr(rules_of_budget, "CHECK_PAUSE", 2)
+    monkeypatch.setattr(rules_of_budget, "MAX_BURST_STEPS", 9)
+    monkeypatch.setattr(rules_of_budget, "FREE_SHARE", 1.0)
+    dear = [1e-3 * max(4 * n - 3, 1) for n in range(200)]
+    monkeypatch.setattr(PassCosts, "curve", lambda costs, context, rows: dear)
+    loaded = load(trained_toy)
+
+    class Watcher(Checker):
+        checks: list[int]
+
+        def record_burst(self, sequence: Sequence, plan: BurstPlan, found: BurstStep, context: int) -> None:
+            if any(len(draft.draft) for draft in found.drafts):
+                self.checks.append(found.num_draft)
+            super().record_burst(sequence, plan, found, context)
+
+    budget = Watcher(make_drafter(f"auto:parts=suffix+mlp:path={toy_mlp}", loaded, ModelOptions()))
+    budget.checks = []
+    llm = LLM.from_loaded(loaded, drafter=budget.drafter, max_num_seqs=1)
+    llm._budget = budget
+    llm.generate(trained_toy.prompts[:4], GREEDY)
+    assert set(budget.checks) == {0, 1}
+    assert 0.25 < np.mean(budget.checks) < 0.4
+
+
 def test_what_a_node_is_believed_with_is_a_line() -> None:
     from sakiyomi.engine.acceptance import FADE_SHARED, FIRST_OF_DEPTHS, Rates
 

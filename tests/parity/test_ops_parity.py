@@ -10,7 +10,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sakiyomi.ops.base import Blocks, Causal, Dense, KVSlots, LanguageHead, LayerWeights, Past, StackSpec, Tree
+from sakiyomi.ops.base import (
+    THE_BEST_ROW,
+    Blocks,
+    Causal,
+    Dense,
+    KVSlots,
+    LanguageHead,
+    LayerWeights,
+    Past,
+    RowChoice,
+    StackSpec,
+    Tree,
+)
 from sakiyomi.types import Quantized
 
 torch = pytest.importorskip("torch")
@@ -276,14 +288,19 @@ def check_pass(side, layers, spec, positions, case, past, table) -> None:
     rows, mask, embedding = range(0, len(ids), 2), Tree(case.parents, case.bounds), side.weight(table)
     head = LanguageHead(side.array(np.ones(table.shape[1], np.float32)), 1e-5, embedding)
     given = ids, embedding, layers, spec, positions.tolist(), past, mask
-    states, taps, best = side.decoder_pass(*given, rows, (0, 2), head)
+    choices = [THE_BEST_ROW if row % 4 else RowChoice(5, 0.7, row) for row in rows]
+    states, taps, chosen = side.decoder_pass(*given, rows, (0, 2), head, choices)
     x = side.embed(embedding, np.array(ids, np.int32))
     expected, tapped = side.decoder_stack(x, layers, spec, positions, past, mask, (0, 2))
     assert np.array_equal(side.to_numpy(states), side.to_numpy(expected)[list(rows)])
     assert np.array_equal(side.to_numpy(taps), np.concatenate([side.to_numpy(tap) for tap in tapped], axis=1))
-    assert best.tolist() == side.best_ids(states, *head).tolist()
-    everything, no_taps, no_best = side.decoder_pass(*given, range(len(ids)))
+    assert chosen.tolist() == side.chosen_ids(states, *head, choices).tolist()
+    best = side.best_ids(states, *head).tolist()
+    assert all(
+        one in (-1, other) for one, other, choice in zip(chosen, best, choices, strict=True) if choice == THE_BEST_ROW
+    )
+    everything, no_taps, none_chosen = side.decoder_pass(*given, range(len(ids)))
     assert np.array_equal(side.to_numpy(everything), side.to_numpy(expected))
     assert no_taps is None
-    assert no_best is None
+    assert none_chosen is None
     assert side.decoder_pass(*given, (), ())[0] is None

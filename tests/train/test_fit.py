@@ -66,7 +66,9 @@ def fit(trained_toy: Any, shards: Any, folder: Path, **more: Any) -> Path:
     return fit_mlp({**SMALL, **more}, shards, trained_toy.load(), folder)
 
 
-@pytest.mark.parametrize(("kind", "more"), [*((kind, {}) for kind in KINDS), ("mlp", MIXED), ("medusa", MIXED)])
+@pytest.mark.parametrize(
+    ("kind", "more"), [*((kind, {}) for kind in KINDS), *((kind, MIXED) for kind in ("mlp", "medusa", "peagle"))]
+)
 def test_a_killed_run_ends_with_the_same_bytes(
     trained_toy: Any, shards: Any, tmp_path: Path, kind: str, more: dict[str, str]
 ) -> None:

@@ -5,7 +5,8 @@ Two questions, in this order (see docs/drafters.md):
 1. Whom to ask, for how many nodes? A source that costs next to nothing is always asked. Another one is asked for the
    number of nodes whose expected gain is largest, by its acceptance at each depth and the measured cost of drafting and
    of a pass; for none if no number pays. A source that is off is tried now and then.
-2. Which of the drafted nodes to check? The most probable ones, as many as are worth their time.
+2. Which of the drafted nodes to check? The most probable ones, as many as are worth their time; where that was none for
+   long, one all the same.
 
 Gain and cost meet in the rate: tokens per second of late, so that the speed of the whole run is what is made large. All
 times that enter are medians. Nothing depends on what a sampled draft drew: its length is chosen before it is drawn, by
@@ -60,7 +61,7 @@ NUM_PLAIN, PLAIN_PAUSE = 3, 256
 Without them a run that always drafts would not know what its drafts cost."""
 
 CHECK_PAUSE = 64
-"""Steps without a checked node behind which the most probable one is checked, whatever rows seem to cost.
+"""Steps without a checked node behind which the most probable of those drafted is checked, whatever rows seem to cost.
 
 Without it a run whose first checks were disturbed would not learn that rows are cheap, and never draft again."""
 
@@ -447,7 +448,7 @@ def _burst_rules(
         max_seconds=max_seconds,
         choice=_noisy_choice(sequence),
         num_unchecked=0,
-        pause=MAX_BURST_STEPS + 1,
+        pause=MAX_BURST_STEPS + 1,  # never due within a burst
     )
 
 

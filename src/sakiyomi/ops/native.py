@@ -531,7 +531,11 @@ def list_isas() -> list[str]:
 def _new_pair(
     keys: tuple[int, ...], values: tuple[int, ...], dtype: npt.DTypeLike
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Room for keys and values of such shapes, large ones in huge pages: a pass touches each layer's part once."""
+    """Room for keys and values of such shapes, large ones in huge pages.
+
+    A pass touches each layer's part once, so that addresses in small pages would take long to translate. All of a huge
+    page is resident once any of it is written, up to 2 MB beyond what is asked for.
+    """
     size = np.dtype(dtype).itemsize
     num_key_bytes, num_bytes = math.prod(keys) * size, (math.prod(keys) + math.prod(values)) * size
     if num_bytes < LEAST_PAGED:

@@ -1,4 +1,4 @@
-"""Fitting a drafter's net: closed-form start, AdamW on unrolled steps, measured on documents that are held out.
+"""Fitting a drafter's net: closed-form start, gradient steps on unrolled rows, measured on documents held out.
 
 A run is a function of recipe, seed and data. It may be killed anywhere: its state is one file, replaced as a whole
 every few steps, and a run that goes on from it ends with the same bytes (on one thread, with deterministic torch).

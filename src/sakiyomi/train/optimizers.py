@@ -41,7 +41,8 @@ class Optimizer:
         self._parameters = parameters
         self._matrix_factor = matrix_factor
         wide = [key for key, value in parameters.items() if value.ndim > 1]
-        self._turned = {key for key in wide if key not in tables} if name == "muon" else set()
+        matrices = {key for key in wide if parameters[key].ndim == 2 and key not in tables}
+        self._turned = matrices if name == "muon" else set()
         kinds = [
             (weight_decay, [parameters[key] for key in wide if key not in self._turned]),
             (0.0, [value for value in parameters.values() if value.ndim == 1]),

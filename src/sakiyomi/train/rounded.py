@@ -1,6 +1,7 @@
 """Products of matrices in bfloat16 for training: processors with matrix units take an eighth of the time for them.
 
-Weights, sums and everything between the products stay in float32 (mixed precision, Micikevicius et al., 2018).
+Operands and results are rounded; weights, gradients, the sums within a product and all between products are float32
+(mixed precision, Micikevicius et al., 2018).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ number of rows.
 
 
 class RoundedOps(TorchOps):
-    """Linear layers whose operands are rounded to bfloat16, forwards and backwards; sums are kept in float32."""
+    """Linear layers whose operands and results are rounded to bfloat16, forwards and backwards."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [R, K] -> [R, N]."""
