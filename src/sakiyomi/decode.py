@@ -190,7 +190,7 @@ def _choice(verifier: Verifier, sequence: Sequence) -> BareChoice | None:
     return choice if choice == THE_BEST or verifier.follows_choices else None
 
 
-def _span(sequence: Sequence, draft: Draft, taps: tuple[int, ...], choice: BareChoice | None) -> Span:
+def _span(sequence: Sequence, draft: Draft, taps: tuple[int, ...], choice: BareChoice | None = None) -> Span:
     tail = sequence.tokens[sequence.cache.length :]
     root = len(tail) - 1
     if root == 0 and not len(draft) and draft.probes is None:

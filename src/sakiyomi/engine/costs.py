@@ -15,7 +15,7 @@ Array = npt.NDArray[np.float64]
 WINDOW = 9
 """Times of one kind that count: their median ignores four disturbed ones."""
 
-FIRST_REFRESH, LAST_REFRESH = 16, 256
+FIRST_REFRESH, LAST_REFRESH = 16, 128
 """Curves are computed anew behind every record up to the first number, then at doublings, then every so many records:
 doing so takes a fifth of a step."""
 
