@@ -226,6 +226,8 @@ struct Search {
 
     bool is_left_out(std::int64_t row) const { return lengths[static_cast<std::size_t>(row)] < 0; }
 
+    std::int64_t outputs_of_block(std::int64_t block) const { return std::min<std::int64_t>(kLanes, job.num_outputs - block * kLanes); }
+
     // What the second term adds to any output of a share at most.
     float bound(std::int64_t row, std::int64_t share) const {
         return lengths[static_cast<std::size_t>(row)] * norms[share] + kUnderflow;
@@ -278,7 +280,7 @@ struct Search {
         }
         if (favourite.most == -kInfinity) return;
         desk.chosen.assign(1, static_cast<std::int32_t>(row));
-        const std::int64_t first = favourite.block * kLanes, width = std::min<std::int64_t>(kLanes, job.num_outputs - first);
+        const std::int64_t first = favourite.block * kLanes, width = outputs_of_block(favourite.block);
         decide_chosen(favourite.block, width, desk);
         for (std::int64_t i = 0; i < width; ++i) {
             const double noise = gumbel_of(random_word(keys[static_cast<std::size_t>(row)], static_cast<std::uint32_t>(first + i)));
@@ -294,7 +296,7 @@ struct Search {
         // Those of a share stand together, and its blocks in the order in which rows found them.
         std::stable_sort(rivals.begin(), rivals.end(), [](const Rival& a, const Rival& b) { return a.block < b.block; });
         for (std::size_t i = 0; i < rivals.size();) {
-            const std::int64_t block = rivals[i].block, width = std::min<std::int64_t>(kLanes, job.num_outputs - block * kLanes);
+            const std::int64_t block = rivals[i].block, width = outputs_of_block(block);
             desk.chosen.clear();
             for (; i < rivals.size() && rivals[i].block == block; ++i)
                 if (desk.chosen.empty() || desk.chosen.back() != rivals[i].row) desk.chosen.push_back(rivals[i].row);
@@ -333,7 +335,7 @@ struct Search {
             for (std::int64_t row = 0; row < num_rows; ++row)
                 if (may_hold(row, share, block_maxima[static_cast<std::size_t>((share * num_rows + row) * kShareBlocks + block - first)]))
                     desk.chosen.push_back(static_cast<std::int32_t>(row));
-            if (!desk.chosen.empty()) decide_chosen(block, std::min<std::int64_t>(kLanes, job.num_outputs - block * kLanes), desk);
+            if (!desk.chosen.empty()) decide_chosen(block, outputs_of_block(block), desk);
         }
     }
 
@@ -486,13 +488,20 @@ void find_chosen_ids(const float* x, std::int64_t num_rows, const PackedWeight& 
 
 namespace {
 
-// See find_best_ids. `bounds` [R, shares], if given, gets what the second term adds at most.
-std::int64_t best_ids(Matrix x, const PackedWeight& weight, In<float, nb::ndim<1>> norm, float eps,
-                      Out<std::int64_t, nb::ndim<1>> ids, int num_threads, std::optional<Out<float, nb::ndim<2>>> bounds) {
-    const std::int64_t num_rows = static_cast<std::int64_t>(x.shape(0));
+using Vector = In<float, nb::ndim<1>>;
+using Ids = Out<std::int64_t, nb::ndim<1>>;
+
+void check_rows(const Matrix& x, const PackedWeight& weight, const Vector& norm, const Ids& ids) {
     check_equal("the width of x", static_cast<std::int64_t>(x.shape(1)), weight.num_inputs);
     check_equal("the length of the norm's weight", static_cast<std::int64_t>(norm.shape(0)), weight.num_inputs);
-    check_equal("the length of ids", static_cast<std::int64_t>(ids.shape(0)), num_rows);
+    check_equal("the length of ids", static_cast<std::int64_t>(ids.shape(0)), static_cast<std::int64_t>(x.shape(0)));
+}
+
+// See find_best_ids. `bounds` [R, shares], if given, gets what the second term adds at most.
+std::int64_t best_ids(Matrix x, const PackedWeight& weight, Vector norm, float eps, Ids ids, int num_threads,
+                      std::optional<Out<float, nb::ndim<2>>> bounds) {
+    const std::int64_t num_rows = static_cast<std::int64_t>(x.shape(0));
+    check_rows(x, weight, norm, ids);
     if (bounds) {
         check_equal("the number of rows of bounds", static_cast<std::int64_t>(bounds->shape(0)), num_rows);
         check_equal("the width of bounds", static_cast<std::int64_t>(bounds->shape(1)), num_shares(weight.num_blocks()));
@@ -503,13 +512,10 @@ std::int64_t best_ids(Matrix x, const PackedWeight& weight, In<float, nb::ndim<1
 }
 
 // See find_chosen_ids. x [R, K], ids [R].
-void chosen_ids(Matrix x, const PackedWeight& weight, In<float, nb::ndim<1>> norm, float eps, const RowChoices& choices,
-                Out<std::int64_t, nb::ndim<1>> ids, int num_threads) {
+void chosen_ids(Matrix x, const PackedWeight& weight, Vector norm, float eps, const RowChoices& choices, Ids ids, int num_threads) {
     const std::int64_t num_rows = static_cast<std::int64_t>(x.shape(0));
-    check_equal("the width of x", static_cast<std::int64_t>(x.shape(1)), weight.num_inputs);
-    check_equal("the length of the norm's weight", static_cast<std::int64_t>(norm.shape(0)), weight.num_inputs);
+    check_rows(x, weight, norm, ids);
     check_equal("the number of choices", static_cast<std::int64_t>(choices.size()), num_rows);
-    check_equal("the length of ids", static_cast<std::int64_t>(ids.shape(0)), num_rows);
     const std::vector<RowChoice> read = read_choices(choices);
     check_threads(num_threads, kMaxThreads);
     nb::gil_scoped_release released;

@@ -380,7 +380,7 @@ class DecoderStack {
     }
 
     // `run` from token ids [R] on, whose rows of the embedding go in. Of the states behind the last layer come out those of the
-    // rows `asked`, with `best` also the ids of their largest logits (see find_best_ids). Taps stand side by side, [R, T * H].
+    // rows `asked`, with `chosen` also the ids that they choose (see find_chosen_ids). Taps stand side by side, [R, T * H].
     void run_tokens(const PackedWeight& embedding, const std::vector<std::int32_t>& ids, const std::vector<std::int32_t>& positions,
                     Matrix table, const nb::list& keys, const nb::list& values, const std::vector<std::int64_t>& lengths,
                     const PendingRows& pending, std::int64_t first_layer, const std::vector<std::int64_t>& bounds,
@@ -632,7 +632,7 @@ class DecoderStack {
         const float* norm;
         float eps;
         int num_threads;
-        std::vector<std::int64_t> best = {};
+        std::vector<std::int64_t> chosen = {};
         std::vector<float> embedded = {}, states = {}, tapped = {}, logits = {};
         bool has_logits = false;
 
@@ -642,7 +642,7 @@ class DecoderStack {
             const std::size_t num_rows = nodes.size() + 1, hidden = static_cast<std::size_t>(stack.sizes_.hidden);
             const std::int64_t count = static_cast<std::int64_t>(num_rows);
             std::vector<std::int32_t> positions{static_cast<std::int32_t>(caches.lengths()[0])}, parents{-1};
-            embedded.resize(num_rows * hidden), states.resize(num_rows * hidden), best.resize(num_rows);
+            embedded.resize(num_rows * hidden), states.resize(num_rows * hidden), chosen.resize(num_rows);
             tapped.resize(num_rows * static_cast<std::size_t>(width));
             unpack_row(embedding, last, embedded.data());
             for (std::size_t i = 0; i < nodes.size(); ++i) {
@@ -656,24 +656,24 @@ class DecoderStack {
             stack.execute_rows(count, embedded.data(), positions.data(), table, plan, caches, first_layer, taps, states.data(), num_threads, {});
             has_logits = false;
             if (choice == nullptr) {
-                find_best_ids(states.data(), count, head, norm, eps, best.data(), num_threads, nullptr);
+                find_best_ids(states.data(), count, head, norm, eps, chosen.data(), num_threads, nullptr);
             } else if (is_bare(*choice, head.num_outputs)) {
                 std::vector<RowChoice> choices;
                 for (const std::int32_t position : positions)
                     choices.push_back({choice->seed, choice->temperature, static_cast<std::uint64_t>(position) + 1});
-                find_chosen_ids(states.data(), count, head, norm, eps, choices.data(), best.data(), num_threads);
+                find_chosen_ids(states.data(), count, head, norm, eps, choices.data(), chosen.data(), num_threads);
             } else {
-                std::fill(best.begin(), best.end(), -1);
+                std::fill(chosen.begin(), chosen.end(), -1);
             }
         }
 
         std::int64_t choose(std::int64_t row, const Choice* choice, std::uint64_t position) {
-            const std::int64_t found = best[static_cast<std::size_t>(row)];
+            const std::int64_t found = chosen[static_cast<std::size_t>(row)];
             if (choice == nullptr || found >= 0) return found;
             if (!has_logits) {
                 has_logits = true;
-                logits.resize(best.size() * static_cast<std::size_t>(head.num_outputs));
-                multiply_rows(states.data(), static_cast<std::int64_t>(best.size()), head, nullptr, logits.data(), num_threads, true, norm, eps);
+                logits.resize(chosen.size() * static_cast<std::size_t>(head.num_outputs));
+                multiply_rows(states.data(), static_cast<std::int64_t>(chosen.size()), head, nullptr, logits.data(), num_threads, true, norm, eps);
             }
             return choose_id(logits.data() + row * head.num_outputs, head.num_outputs, *choice, position);
         }

@@ -360,8 +360,8 @@ class AdaptiveBudget:
 
     def plan_burst(self, sequence: Sequence, cap: int, max_seconds: float, info: ModelInfo) -> BurstPlan | None:
         curve = self._passes.curve(sequence.cache.length, 32)
-        rules = _burst_rules(sequence, info, curve[: cap + 2], self._rate(1, curve), max_seconds)
-        rules = rules._replace(num_unchecked=self._since_checked, pause=CHECK_PAUSE)
+        rate = self._rate(1, curve)
+        rules = _burst_rules(sequence, info, curve[: cap + 2], rate, max_seconds, self._since_checked)
         plan = BurstPlan(rules, curve=curve)
         if cap <= 0:
             return plan
@@ -433,7 +433,7 @@ class AdaptiveBudget:
 
 
 def _burst_rules(
-    sequence: Sequence, info: ModelInfo, seconds: Seq[float], rate: float, max_seconds: float
+    sequence: Sequence, info: ModelInfo, seconds: Seq[float], rate: float, max_seconds: float, num_unchecked: int = 0
 ) -> BurstRules:
     """The rules of plain steps; `seconds` of a pass, for as many rows as a step may have."""
     return BurstRules(
@@ -447,8 +447,8 @@ def _burst_rules(
         max_steps=MAX_BURST_STEPS if sequence.num_steps else 1,  # nobody shall wait longer for the first token
         max_seconds=max_seconds,
         choice=_noisy_choice(sequence),
-        num_unchecked=0,
-        pause=MAX_BURST_STEPS + 1,  # never due within a burst
+        num_unchecked=num_unchecked,
+        pause=CHECK_PAUSE,
     )
 
 
