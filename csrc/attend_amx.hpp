@@ -21,7 +21,7 @@ inline void configure_pair_tiles(int64_t num_rows) {
     _tile_loadconfig(&shapes);
 }
 
-// Scores of all pairs, whose rounded queries lie one after another, in tiles of `tile_rows` of them; like score_bytes. A tile
+// Scores of all pairs, whose rounded queries lie one after another, in tiles of `tile_rows` of them; like score_blocks. A tile
 // starts from what makes a float of 2^23 + 2^22 plus the sum, so that nothing has to be converted (see float_of_sum).
 void score_pairs(const uint8_t* keys, const Seen& seen, const int8_t* queries, const AttendJob& job, int64_t tile_rows,
                  float (*scores)[kKeyChunk], Fetcher& ahead) {

@@ -12,6 +12,7 @@ using sakiyomi::value_block_bytes;
 using sakiyomi::query_bytes;
 
 enum { kChunkBlocks = kKeyChunk / kKeyBlock };
+enum { kFetchSteps = 4 };  // products between two looks at what to fetch, which take instructions of their own
 
 // Symmetric 8-bit values of `count` numbers, padded with zeros to whole lanes; returns the scale, nan if a number is not
 // finite.
@@ -97,37 +98,37 @@ struct Fetcher {
     }
 };
 
-// Scores of a block of 32 positions.
-template <int HEADS>
-inline void score_bytes(const uint8_t* keys, int64_t groups, const RoundedQuery* queries, float (*scores)[kKeyChunk],
-                        int64_t at, Fetcher& ahead) {
-    Vf total[HEADS][2];
-    for (int h = 0; h < HEADS; ++h) total[h][0] = total[h][1] = set1(0.0f);
+// Scores of BLOCKS blocks of 32 positions, of which those of the first begin at `scores`. What is loaded of a query serves all.
+template <int HEADS, int BLOCKS>
+inline void score_blocks(const uint8_t* const* blocks, int64_t groups, const RoundedQuery* queries, float* scores, Fetcher& ahead) {
+    enum { kSides = 2 * BLOCKS };
     for (int64_t group = 0; group < groups; ++group) {
-        const uint8_t* side[2] = {keys + group * kKeyGroupBytes, keys + (groups + group) * kKeyGroupBytes};
-        Vi sums[HEADS][2];
-        for (int h = 0; h < HEADS; ++h)
-            sums[h][0] = sums[h][1] = add(start_sums(queries[h].values + group * kGroup), set1_int(queries[h].starts[group]));
+        const uint8_t* sides[kSides];
+        for (int s = 0; s < kSides; ++s) sides[s] = blocks[s / 2] + (s % 2 * groups + group) * kKeyGroupBytes;
+        Vi sums[HEADS][kSides];
+        for (int h = 0; h < HEADS; ++h) {
+            const Vi start = add(start_sums(queries[h].values + group * kGroup), set1_int(queries[h].starts[group]));
+            for (int s = 0; s < kSides; ++s) sums[h][s] = start;
+        }
 #pragma GCC unroll 8
         for (int k = 0; k < 8; ++k) {
-            ahead.fetch();
-            const Wq low = load_weights(side[0] + k * 64), high = load_weights(side[1] + k * 64);
+            if (k % kFetchSteps == 0) ahead.fetch();
+            Wq keys[kSides];
+            for (int s = 0; s < kSides; ++s) keys[s] = load_weights(sides[s] + k * 64);
             for (int h = 0; h < HEADS; ++h) {
                 const Aq q = load_inputs(queries[h].values + group * kGroup + k * 4);
-                sums[h][0] = dot4(sums[h][0], low, q);
-                sums[h][1] = dot4(sums[h][1], high, q);
+                for (int s = 0; s < kSides; ++s) sums[h][s] = dot4(sums[h][s], keys[s], q);
             }
         }
-        for (int s = 0; s < 2; ++s) {
-            const Vf scale = load(reinterpret_cast<const float*>(side[s] + 8 * 64));
-            for (int h = 0; h < HEADS; ++h) {
-                const Vf factor = mul(scale, set1(queries[h].scales[group]));
-                total[h][s] = fma(to_float(sums[h][s]), factor, total[h][s]);
+        for (int h = 0; h < HEADS; ++h) {
+            const Vf query_scale = set1(queries[h].scales[group]);
+            for (int s = 0; s < kSides; ++s) {
+                const Vf factor = mul(load(reinterpret_cast<const float*>(sides[s] + 8 * 64)), query_scale);
+                float* out = scores + h * kKeyChunk + s * kLanes;
+                store(out, fma(to_float(sums[h][s]), factor, group == 0 ? set1(0.0f) : load(out)));
             }
         }
     }
-    for (int h = 0; h < HEADS; ++h)
-        for (int s = 0; s < 2; ++s) store(scores[h] + at + s * kLanes, total[h][s]);
 }
 
 // Weights of heads over the blocks of a chunk: integers of 15 bits, 256 times the first term and the second.
@@ -272,7 +273,7 @@ inline void sum_bytes(const Seen& seen, const uint8_t* const* values, int64_t of
         const uint8_t* block = values[b] + offset * kKeyBlock;
 #pragma GCC unroll 8
         for (int k = 0; k < 8; ++k) {
-            ahead.fetch();
+            if (k % kFetchSteps == 0) ahead.fetch();
             Wq w[PARTS];
             for (int p = 0; p < PARTS; ++p) w[p] = load_weights(block + p * kKeyBlock * kLanes + k * 64);
             for (int h = 0; h < HEADS; ++h)
@@ -300,7 +301,8 @@ inline void sum_heads(const Seen& seen, const uint8_t* const* values, int64_t di
 
 // What one of the rows fetches of a chunk.
 inline Fetcher share_of_next(const uint8_t* keys, const uint8_t* values, int64_t dim, int64_t row, int64_t num_rows) {
-    const int64_t calls = kChunkBlocks * 8 * 2 * num_groups(dim);  // half of them with the keys, half with the values
+    // At least; about half of them are with the keys, half with the values.
+    const int64_t calls = (kChunkBlocks / kScoreBlocks + kChunkBlocks) * (8 / kFetchSteps) * num_groups(dim);
     const int64_t key_lines = kChunkBlocks * key_block_bytes(dim) / 64, value_lines = kChunkBlocks * value_block_bytes(dim) / 64;
     const auto line = [&](const uint8_t* start, int64_t count, int64_t of) { return start + count * of / num_rows * 64; };
     return {line(keys, key_lines, row), line(keys, key_lines, row + 1), line(values, value_lines, row), line(values, value_lines, row + 1),
@@ -373,8 +375,10 @@ void attend_bytes_row(const AttendJob& job, int64_t row_index) {
     const int64_t after = job.begin / kKeyBlock + kChunkBlocks;
     Fetcher ahead = share_of_next(all_keys + after * key_bytes, all_values + after * value_bytes, dim, row_index, job.num_rows);
     if (row.last < job.begin + kKeyChunk) ahead.step = 0;
-    for (int64_t b = seen.begin; b < seen.end; ++b)
-        score_bytes<HEADS>(blocks.keys[b], num_groups(dim), queries, scores, b * kKeyBlock, ahead);
+    int64_t b = seen.begin;
+    for (; b + kScoreBlocks <= seen.end; b += kScoreBlocks)
+        score_blocks<HEADS, kScoreBlocks>(blocks.keys + b, num_groups(dim), queries, scores[0] + b * kKeyBlock, ahead);
+    for (; b < seen.end; ++b) score_blocks<HEADS, 1>(blocks.keys + b, num_groups(dim), queries, scores[0] + b * kKeyBlock, ahead);
     if (is_first) fetch_blocks(all_values, value_bytes, job.begin / kKeyBlock, seen);
     alignas(64) int8_t terms[kChunkBlocks][HEADS][2][kKeyBlock];
     int32_t starts[HEADS];

@@ -5,6 +5,6 @@
 #include "attend_amx.hpp"
 
 namespace sakiyomi {
-const Kernels kAvx512Kernels = SAKIYOMI_KERNELS("avx512", 3, linear_quantized, attend_bytes);
-const Kernels kAmxKernels = SAKIYOMI_KERNELS("amx", 7, linear_amx, attend_bytes_amx);
+const Kernels kAvx512Kernels = SAKIYOMI_KERNELS("avx512", 3, NarrowTiles, linear_quantized<NarrowTiles>, attend_bytes);
+const Kernels kAmxKernels = SAKIYOMI_KERNELS("amx", 7, WideTiles, linear_amx, attend_bytes_amx);
 }  // namespace sakiyomi

@@ -21,8 +21,15 @@ using sakiyomi::LinearJob;
 using sakiyomi::Storage;
 using sakiyomi::value_bytes;
 
-enum { kFarBytes = 7680 };
-enum { kAheadBytes = 1920 };  // six groups of nibbles: far enough for memory to answer, near enough to stay in the first cache
+enum { kFarBytes = 7680 };  // of what the second cache fetches
+
+// How tiles go over a run of blocks: how many at once for so many rows, and how far ahead the first cache fetches. Where
+// `is_fetched_twice`, the second cache fetches further ahead.
+struct NarrowTiles {
+    enum { kRun = 1, kAheadBytes = kNarrowAheadBytes };
+    static constexpr int blocks(int) { return 1; }
+    static constexpr bool is_fetched_twice(int) { return false; }
+};
 
 inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -51,7 +58,7 @@ inline __attribute__((always_inline)) void dot_group(const uint8_t* weights, int
                                                      Vi (*sums)[BLOCKS]) {
     for (int r = 0; r < ROWS; ++r)
         for (int b = 0; b < BLOCKS; ++b)
-            sums[r][b] = STORAGE == Storage::kNibbles ? fresh_zero() : start_sums(values + r * kGroup);
+            sums[r][b] = STORAGE == Storage::kNibbles ? fresh_zero() : add(fresh_zero(), start_sums(values + r * kGroup));
     Wq w[BLOCKS];
     if (STORAGE == Storage::kNibbles) {
 #pragma GCC unroll 4
@@ -100,10 +107,6 @@ struct Ahead {
     const uint8_t* end;
     int64_t first, step;
 };
-
-// Whether the second cache is to fetch further ahead for a tile: where products take about as long as memory, its answers come
-// too unevenly for the first cache's few requests in flight.
-constexpr bool is_fetched_twice(int rows) { return rows >= kFirstFarRows && rows <= kLastFarRows; }
 
 // From the group at `next` to that of the following tile, where it lies behind `end`.
 template <int BLOCKS>
@@ -154,7 +157,7 @@ struct Totals<ROWS, BLOCKS, false> {
     void set(int r, int b, Vf value) { store(values + (r * BLOCKS + b) * kLanes, value); }
 };
 
-template <Storage STORAGE, int ROWS, int BLOCKS>
+template <Storage STORAGE, int ROWS, int BLOCKS, bool IS_FETCHED_TWICE>
 __attribute__((noinline)) void quantized_tile(const LinearJob& job, int64_t row, int64_t block, float* room, Ahead ahead) {
     const int64_t num_groups = job.num_inputs / kGroup, input_bytes = input_group_bytes(job.num_rows);
     const int64_t num_rows = job.num_rows, block_bytes = job.block_bytes;  // stores must not make the loop read them again
@@ -166,7 +169,7 @@ __attribute__((noinline)) void quantized_tile(const LinearJob& job, int64_t row,
     Ahead far{weights + kFarBytes, weights + block_bytes, 0, 1};
     for (int64_t group = 0; group < num_groups; ++group) {
         fetch_ahead<STORAGE, BLOCKS>(ahead, block_bytes);
-        if (is_fetched_twice(ROWS) && ahead.step == 1) fetch_far_ahead<STORAGE, BLOCKS>(far, block_bytes);
+        if (IS_FETCHED_TWICE && ahead.step == 1) fetch_far_ahead<STORAGE, BLOCKS>(far, block_bytes);
         Vi sums[ROWS][BLOCKS];
         dot_group<STORAGE, ROWS, BLOCKS>(weights, block_bytes,
                                          reinterpret_cast<const int8_t*>(group_inputs) + row * kGroup, sums);
@@ -187,21 +190,22 @@ __attribute__((noinline)) void quantized_tile(const LinearJob& job, int64_t row,
         for (int b = 0; b < BLOCKS; ++b) store_outputs(job, row + r, block + b, totals.get(r, b));
 }
 
-template <Storage STORAGE, int ROWS>
+template <class Tiles, Storage STORAGE, int ROWS>
 void run_tile(const LinearJob& job, int64_t row, int64_t block, int64_t num_blocks,
               float* totals, Ahead ahead) {
-    constexpr int kMost = blocks_for(ROWS);
+    constexpr int kMost = Tiles::blocks(ROWS);
+    constexpr bool kTwice = Tiles::is_fetched_twice(ROWS);
     for (int64_t b = 0; b < num_blocks;) {
         const int64_t left = num_blocks - b;
         int64_t taken = 1;
         if (left >= kMost) {
             taken = kMost;
-            quantized_tile<STORAGE, ROWS, kMost>(job, row, block + b, totals, ahead);
+            quantized_tile<STORAGE, ROWS, kMost, kTwice>(job, row, block + b, totals, ahead);
         } else if (kMost > 2 && left >= 2) {
             taken = 2;
-            quantized_tile<STORAGE, ROWS, (kMost > 2 ? 2 : 1)>(job, row, block + b, totals, ahead);
+            quantized_tile<STORAGE, ROWS, (kMost > 2 ? 2 : 1), kTwice>(job, row, block + b, totals, ahead);
         } else {
-            quantized_tile<STORAGE, ROWS, 1>(job, row, block + b, totals, ahead);
+            quantized_tile<STORAGE, ROWS, 1, kTwice>(job, row, block + b, totals, ahead);
         }
         if (ahead.next != nullptr) {
             ahead.next += taken * job.block_bytes;
@@ -211,11 +215,11 @@ void run_tile(const LinearJob& job, int64_t row, int64_t block, int64_t num_bloc
     }
 }
 
-template <Storage STORAGE>
+template <class Tiles, Storage STORAGE>
 void run_rows(const LinearJob& job, int64_t row, int64_t count, int64_t block,
               int64_t num_blocks, float* totals, Ahead ahead) {
 #define SAKIYOMI_ROWS(n) \
-    case n: return run_tile<STORAGE, (n <= kTileRows ? n : 1)>(job, row, block, num_blocks, totals, ahead)
+    case n: return run_tile<Tiles, STORAGE, (n <= kTileRows ? n : 1)>(job, row, block, num_blocks, totals, ahead)
     switch (count) {
         SAKIYOMI_ROWS(1);
         SAKIYOMI_ROWS(2);
@@ -231,34 +235,36 @@ void run_rows(const LinearJob& job, int64_t row, int64_t count, int64_t block,
 
 // All rows over a few neighbouring blocks, in tiles of nearly equal size. The first one streams the blocks, or, where
 // there are more, each fetches a share of the next blocks, so that memory works all the time.
-template <Storage STORAGE>
+template <class Tiles, Storage STORAGE>
 void run_quantized(const LinearJob& job, int64_t first_block, int64_t last_block) {
-    alignas(64) float totals[kTileRows * kTileBlocks * kLanes];
+    alignas(64) float totals[kTileRows * Tiles::kRun * kLanes];
     const int64_t num_tiles = (job.num_rows + kTileRows - 1) / kTileRows;
-    for (int64_t block = first_block; block < last_block; block += kTileBlocks) {
-        const int64_t num_blocks = min_of(kTileBlocks, last_block - block);
+    for (int64_t block = first_block; block < last_block; block += Tiles::kRun) {
+        const int64_t num_blocks = min_of(Tiles::kRun, last_block - block);
         const uint8_t* weights = job.weights + block * job.block_bytes;
         if (num_tiles == 1) {
-            const Ahead near{weights + kAheadBytes, weights + job.block_bytes, 0, 1};
-            run_rows<STORAGE>(job, 0, job.num_rows, block, num_blocks, totals, near);
+            const Ahead near{weights + Tiles::kAheadBytes, weights + job.block_bytes, 0, 1};
+            run_rows<Tiles, STORAGE>(job, 0, job.num_rows, block, num_blocks, totals, near);
             continue;
         }
-        const uint8_t* next = (block + kTileBlocks) * kLanes < job.num_outputs ? weights + kTileBlocks * job.block_bytes : nullptr;
+        const uint8_t* next = (block + Tiles::kRun) * kLanes < job.num_outputs ? weights + Tiles::kRun * job.block_bytes : nullptr;
         for (int64_t tile = 0; tile < num_tiles; ++tile) {
             const int64_t row = job.num_rows * tile / num_tiles, end = job.num_rows * (tile + 1) / num_tiles;
             const Ahead share{next, next + job.block_bytes, tile, num_tiles};
-            run_rows<STORAGE>(job, row, end - row, block, num_blocks, totals, share);
+            run_rows<Tiles, STORAGE>(job, row, end - row, block, num_blocks, totals, share);
         }
     }
 }
 
+template <class Tiles>
 void linear_quantized(const LinearJob* job, int64_t first_block, int64_t last_block) {
     if (job->storage == Storage::kNibbles)
-        run_quantized<Storage::kNibbles>(*job, first_block, last_block);
+        run_quantized<Tiles, Storage::kNibbles>(*job, first_block, last_block);
     else
-        run_quantized<Storage::kBytes>(*job, first_block, last_block);
+        run_quantized<Tiles, Storage::kBytes>(*job, first_block, last_block);
 }
 
+enum { kDenseAheadBytes = 1920 };
 enum { kDenseRun = 64 };  // products summed before they join the total: one long sum would round more
 
 template <int ROWS, int BLOCKS, bool IS_FIRST_PASS>
@@ -277,7 +283,7 @@ void dense_tile(const LinearJob& job, int64_t row, int64_t block) {
         for (int64_t k = start; k < end; ++k) {
             const uint8_t* here = bytes + k * kLanes * 4;
             if (IS_FIRST_PASS)
-                for (int b = 0; b < BLOCKS; ++b) prefetch(here + b * job.block_bytes + kAheadBytes);
+                for (int b = 0; b < BLOCKS; ++b) prefetch(here + b * job.block_bytes + kDenseAheadBytes);
             Vf w[BLOCKS];
             for (int b = 0; b < BLOCKS; ++b) w[b] = load(reinterpret_cast<const float*>(here + b * job.block_bytes));
             for (int r = 0; r < ROWS; ++r) {
@@ -696,9 +702,9 @@ void finish_attention(const float* state, int64_t head_dim, float* out) {
 #include "attend_impl.hpp"
 #include "choose_impl.hpp"
 
-#define SAKIYOMI_KERNELS(name, attend_setup, linear_quantized, attend_bytes)                                       \
+#define SAKIYOMI_KERNELS(name, attend_setup, tiles, linear_quantized, attend_bytes)                                \
     {                                                                                                              \
-        name, attend_setup, linear_quantized, linear_dense, quantize, rms_norm, rope, from_half, quantize_run,      \
+        name, attend_setup, tiles::blocks(1), linear_quantized, linear_dense, quantize, rms_norm, rope, from_half, quantize_run,      \
             round_query, attend_bytes, attend_float, join_part, finish_attention, silu_mul, add_rows, argmax, scan_lanes, scan_blocks,      \
             find_in_block, weigh_block, sum_blocks, guess_block, guess_total, draw_block, bound_block                             \
     }

@@ -3,7 +3,7 @@
 #include "kernels_impl.hpp"
 
 namespace sakiyomi {
-const Kernels kNeonKernels = SAKIYOMI_KERNELS("neon", 3, linear_quantized, attend_bytes);
+const Kernels kNeonKernels = SAKIYOMI_KERNELS("neon", 3, NarrowTiles, linear_quantized<NarrowTiles>, attend_bytes);
 
 // What bench.cpp measures the machine with: `count` rounds of independent dot products from registers. Returns the
 // operations done, a multiplication and an addition counting as two.

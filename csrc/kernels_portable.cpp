@@ -3,5 +3,5 @@
 #include "kernels_impl.hpp"
 
 namespace sakiyomi {
-const Kernels kPortableKernels = SAKIYOMI_KERNELS("portable", 3, linear_quantized, attend_bytes);
+const Kernels kPortableKernels = SAKIYOMI_KERNELS("portable", 3, NarrowTiles, linear_quantized<NarrowTiles>, attend_bytes);
 }  // namespace sakiyomi

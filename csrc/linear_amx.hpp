@@ -154,9 +154,18 @@ void run_amx(const LinearJob& job, int64_t first_block, int64_t last_block) {
     _tile_release();
 }
 
+// Few rows, on the processors that have the unit: several streams of memory, which their hardware follows, and fewer loads of
+// inputs.
+struct WideTiles {
+    enum { kRun = 4, kAheadBytes = 1920 };  // six groups of nibbles: far enough for memory to answer, near enough to stay in the first cache
+    static constexpr int blocks(int rows) { return rows <= 3 ? 4 : 2; }
+    // Products take about as long as memory there, whose answers come too unevenly for the first cache's few requests in flight.
+    static constexpr bool is_fetched_twice(int rows) { return rows >= 4 && rows <= 6; }
+};
+
 void linear_amx(const LinearJob* job, int64_t first_block, int64_t last_block) {
     if (job->num_rows < kAmxLeast)
-        linear_quantized(job, first_block, last_block);
+        linear_quantized<WideTiles>(job, first_block, last_block);
     else if (job->storage == Storage::kNibbles)
         run_amx<Storage::kNibbles>(*job, first_block, last_block);
     else

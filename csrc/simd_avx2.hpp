@@ -4,8 +4,7 @@
 
 namespace {
 
-enum { kTileRows = 3, kTileBlocks = 1, kHeldTotals = 0, kDenseRows = 3, kDenseBlocks = 1 };
-constexpr int blocks_for(int) { return 1; }
+enum { kTileRows = 3, kHeldTotals = 0, kDenseRows = 3, kDenseBlocks = 1, kScoreBlocks = 1 };
 
 struct Vf {
     __m256 lo, hi;
@@ -23,7 +22,7 @@ struct Aq {
 
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 inline void prefetch_far(const void* p) { prefetch(p); }
-enum { kFirstFarRows = 1, kLastFarRows = 0 };
+enum { kNarrowAheadBytes = 1920 };
 
 inline Vf set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 inline Vf load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }

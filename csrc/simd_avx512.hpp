@@ -5,8 +5,7 @@
 namespace {
 
 // Integer accumulators fill the 32 registers; float ones live in the first cache.
-enum { kTileRows = 8, kTileBlocks = 4, kHeldTotals = 12, kDenseRows = 4, kDenseBlocks = 3 };
-constexpr int blocks_for(int rows) { return rows <= 3 ? 4 : 2; }
+enum { kTileRows = 8, kHeldTotals = 12, kDenseRows = 4, kDenseBlocks = 3, kScoreBlocks = 2 };
 
 typedef __m512 Vf;
 typedef __m512i Vi;
@@ -17,8 +16,7 @@ inline __mmask16 first_lanes(int64_t n) { return static_cast<__mmask16>((1u << n
 
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 inline void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }  // into the second cache
-// Rows of a tile from and up to which the second cache fetches further ahead.
-enum { kFirstFarRows = 4, kLastFarRows = 6 };
+enum { kNarrowAheadBytes = 5760 };
 
 inline Vf set1(float x) { return _mm512_set1_ps(x); }
 inline Vf load(const float* p) { return _mm512_loadu_ps(p); }
@@ -207,7 +205,7 @@ inline Wq load_shifted(const uint8_t* p) {
     return _mm512_and_si512(_mm512_srli_epi16(_mm512_loadu_si512(p), 4), _mm512_set1_epi8(0x0f));
 }
 inline Vi shift_high(Vi a) { return _mm512_srai_epi32(a, 4); }
-inline Vi start_sums(const int8_t*) { return fresh_zero(); }  // what sums of bytes start from
+inline Vi start_sums(const int8_t*) { return zero_int(); }  // what sums of bytes start from
 inline Aq load_inputs(const int8_t* p) {
     int32_t four;
     __builtin_memcpy(&four, p, sizeof four);

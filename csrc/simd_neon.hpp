@@ -7,8 +7,7 @@
 namespace {
 
 // Six rows of sums, the weights and one input fill 29 of the 32 registers; float totals live in the first cache.
-enum { kTileRows = 6, kTileBlocks = 1, kHeldTotals = 0, kDenseRows = 4, kDenseBlocks = 1 };
-constexpr int blocks_for(int) { return 1; }
+enum { kTileRows = 6, kHeldTotals = 0, kDenseRows = 4, kDenseBlocks = 1, kScoreBlocks = 1 };
 
 // Members have names, since compilers leave arrays within arrays in memory.
 struct Vf {
@@ -24,7 +23,7 @@ typedef int8x16_t Aq;
 
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 inline void prefetch_far(const void* p) { prefetch(p); }
-enum { kFirstFarRows = 1, kLastFarRows = 0 };
+enum { kNarrowAheadBytes = 1920 };
 
 inline Vf set1(float x) {
     const float32x4_t all = vdupq_n_f32(x);

@@ -6,8 +6,7 @@
 
 namespace {
 
-enum { kTileRows = 4, kTileBlocks = 1, kHeldTotals = 0, kDenseRows = 4, kDenseBlocks = 1 };
-constexpr int blocks_for(int) { return 1; }
+enum { kTileRows = 4, kHeldTotals = 0, kDenseRows = 4, kDenseBlocks = 1, kScoreBlocks = 1 };
 
 struct Vf {
     float v[16];
@@ -26,7 +25,7 @@ struct Aq {
 
 inline void prefetch(const void*) {}
 inline void prefetch_far(const void* p) { prefetch(p); }
-enum { kFirstFarRows = 1, kLastFarRows = 0 };
+enum { kNarrowAheadBytes = 1920 };
 
 inline Vf set1(float x) {
     Vf r;

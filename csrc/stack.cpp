@@ -50,7 +50,7 @@ struct Sizes {
 
 enum {
     kMaxRepeatedRows = 16,
-    kFetchBytes = 1280,  // of each block of the next matrix
+    kFetchBytes = 7680,  // of the next matrix, where a thread begins in it
     kGateColumns = 2 * kShareBlocks * kLanes,  // gate and up of a share
 };
 
@@ -152,13 +152,15 @@ class Pass {
         mark(Phase::kAttention);
         const Rows attended = attend(layer, views, team, rank);
         mark(Phase::kOutput);
-        linear(*layer.output, attended, layer.output_bias, x, x, layer.gate_up, team, rank);
+        linear(*layer.output, attended, layer.output_bias, x, x, team, rank, [&] { fetch_gates(layer, team, rank); });
         mark(Phase::kNorm);
         const Rows post_normed = norm(layer.post_norm, *layer.gate_up, team, rank);
         mark(Phase::kGateUp);
         const Rows inner = gate(layer, post_normed, team, rank);
         mark(Phase::kDown);
-        linear(*layer.down, inner, nullptr, x, x, next == nullptr ? nullptr : next->qkv, team, rank);
+        linear(*layer.down, inner, nullptr, x, x, team, rank, [&] {
+            if (next != nullptr) fetch_projection(*next, team, rank);
+        });
         mark(Phase::kOther);
     }
 
@@ -171,7 +173,7 @@ class Pass {
         mark(Phase::kHead);
         const Rows rows = norm(ends.final_norm, *ends.head, team, rank);
         if (rank == 0) std::memcpy(around.normed, space.normed, static_cast<std::size_t>(num_rows * sizes.hidden) * sizeof(float));
-        if (around.logits != nullptr) linear(*ends.head, rows, nullptr, nullptr, around.logits, nullptr, team, rank);
+        if (around.logits != nullptr) linear(*ends.head, rows, nullptr, nullptr, around.logits, team, rank);
         mark(Phase::kOther);
     }
 
@@ -183,21 +185,42 @@ class Pass {
         std::int64_t stride;
     };
 
-    // Ask for the beginning of this thread's share of the next matrix, while it waits for the others.
-    static void fetch(const PackedWeight* next, const Team& team, int rank) {
-        if (next == nullptr) return;
-        const std::int64_t block = next->num_blocks() * rank / team.size();
-        const std::uint8_t* start = next->bytes.get() + block * next->block_bytes();
-        for (int b = 0; b < kShareBlocks; ++b)
-            for (int byte = 0; byte < kFetchBytes; byte += 64) __builtin_prefetch(start + b * next->block_bytes() + byte);
+    // What a thread does before it waits for the others: ask for what it will read first of the next matrix.
+    void fetch(const PackedWeight& weight, std::int64_t block, int num_bytes = kFetchBytes) const {
+        const std::uint8_t* start = weight.bytes.get() + block * weight.block_bytes();
+        for (int b = 0; b < kernels.num_streams; ++b)
+            for (int at = 0; at < num_bytes / kernels.num_streams; at += 64) __builtin_prefetch(start + b * weight.block_bytes() + at);
     }
 
-    void linear(const PackedWeight& weight, Rows rows, const float* bias, const float* residual, float* out,
-                const PackedWeight* next, Team& team, int rank) const {
+    static std::int64_t first_block(std::int64_t num_blocks, const Team& team, int rank) {
+        return split(num_shares(num_blocks), rank, team.size()).begin * kShareBlocks;
+    }
+
+    void fetch_linear(const PackedWeight& weight, const Team& team, int rank) const {
+        fetch(weight, first_block(weight.num_blocks(), team, rank));
+    }
+
+    void fetch_projection(const Layer& layer, const Team& team, int rank) const {
+        fetch(*layer.qkv, split(sizes.num_slots(), rank, team.size()).begin * sizes.heads.head_dim / kLanes);
+    }
+
+    void fetch_gates(const Layer& layer, const Team& team, int rank) const {
+        const std::int64_t blocks = sizes.inner / kLanes, block = first_block(blocks, team, rank);
+        fetch(*layer.gate_up, block, kFetchBytes / 2);
+        fetch(*layer.gate_up, blocks + block, kFetchBytes / 2);
+    }
+
+    template <class Last>
+    void linear(const PackedWeight& weight, Rows rows, const float* bias, const float* residual, float* out, Team& team, int rank,
+                Last&& last) const {
         const LinearJob job = linear_job(weight, rows.data, rows.stride, num_rows, bias, residual, out, weight.num_outputs);
         team.share_then(
-            rank, num_shares(weight.num_blocks()), [&](std::int64_t item) { run_share(kernels, weight, job, item); },
-            [&] { fetch(next, team, rank); });
+            rank, num_shares(weight.num_blocks()), [&](std::int64_t item) { run_share(kernels, weight, job, item); }, last);
+    }
+
+    void linear(const PackedWeight& weight, Rows rows, const float* bias, const float* residual, float* out, Team& team,
+                int rank) const {
+        linear(weight, rows, bias, residual, out, team, rank, [] {});
     }
 
     // Normed rows as the next weight wants them. A few rows are cheaper to repeat on every thread than to wait for.
@@ -260,7 +283,7 @@ class Pass {
                 finish_head(slot);
             });
         } else {
-            linear(*layer.qkv, rows, layer.qkv_bias, nullptr, space.qkv, nullptr, team, rank);
+            linear(*layer.qkv, rows, layer.qkv_bias, nullptr, space.qkv, team, rank);
             team.share(rank, slots, finish_head);
         }
     }
@@ -298,7 +321,7 @@ class Pass {
                 for (std::int64_t row = done.row; quantize && by_head && row < done.row + done.num_rows; ++row)
                     quantized.write(kernels, row, space.attended + row * width, begin, end);
             },
-            [&] { fetch(layer.output, team, rank); });
+            [&] { fetch_linear(*layer.output, team, rank); });
         if (quantize && !by_head)
             team.share(rank, num_rows, [&](std::int64_t row) {
                 quantized.write(kernels, row, space.attended + row * width, 0, width);
@@ -337,9 +360,9 @@ class Pass {
                             std::memcpy(space.gate_up + row * 2 * inner + begin * kLanes, gate, static_cast<std::size_t>(width) * sizeof(float));
                     }
                 },
-                [&] { fetch(layer.down, team, rank); });
+                [&] { fetch_linear(*layer.down, team, rank); });
         } else {
-            linear(*layer.gate_up, normed, nullptr, nullptr, space.gate_up, nullptr, team, rank);
+            linear(*layer.gate_up, normed, nullptr, nullptr, space.gate_up, team, rank);
             team.share(rank, num_rows, [&](std::int64_t row) {
                 float* gate = space.gate_up + row * 2 * inner;
                 kernels.silu_mul(gate, gate + inner, inner, gate);
