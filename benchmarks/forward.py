@@ -110,6 +110,7 @@ class MachineMeter:
             # A part of the buffer has left the near caches by the time that its turn comes again.
             here = slice(part * self.part_bytes, (part + 1) * self.part_bytes)
             source, target = self.source[here], self.target[here]
+            self._read(source[:64])  # wakes the threads, which fell asleep while one core multiplied
             self._note("read", partial(self._read, source))
             self._note("copy", partial(self._copy, source, target))
             for _ in range(2):
