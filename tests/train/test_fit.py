@@ -25,6 +25,7 @@ from sakiyomi.errors import CheckpointError, ParameterError, SakiyomiError  # no
 from sakiyomi.params import SamplingParams  # noqa: E402
 from sakiyomi.train.acceptance import find_hits, measure_acceptance  # noqa: E402
 from sakiyomi.train.batches import read_batch  # noqa: E402
+from sakiyomi.train.estimate import Estimate  # noqa: E402
 from sakiyomi.train.fit import STATE_FILE, FitConfig  # noqa: E402
 from sakiyomi.train.heads import CandidateSet, Frozen, find_columns  # noqa: E402
 from sakiyomi.train.mlp import MlpTrainee, fit_mlp  # noqa: E402
@@ -82,7 +83,13 @@ def test_a_killed_run_ends_with_the_same_bytes(
     )
     assert done.returncode == -signal.SIGKILL
     assert (tmp_path / "killed" / STATE_FILE).is_file()
-    resumed = load_fit(kind)(recipe, shards, trained_toy.load(), tmp_path / "killed")
+    told: list[Estimate] = []
+    resumed = load_fit(kind)(recipe, shards, trained_toy.load(), tmp_path / "killed", announce=told.append)
+    assert len(told) == 1  # what is tried for it leaves no trace
+    assert told[0].seconds > 0
+    assert told[0].memory_bytes > 0
+    load_fit(kind)(recipe, shards, trained_toy.load(), tmp_path / "killed", announce=told.append)
+    assert len(told) == 1  # nothing is left
     digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (whole, resumed)]
     assert digests[0] == digests[1]
 

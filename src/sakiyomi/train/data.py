@@ -145,7 +145,7 @@ def pack_text(folder: Path, path: Path) -> Corpus:
 
 def _estimate(target: LoadedModel, config: DataConfig, num_there: int) -> Estimate:
     missing = max(config.num_tokens - num_there, 0)
-    rate, cache_bytes = _probe(target, config.batch)
+    rate, cache_bytes = _probe(target, config)
     num_id_bytes = 2 if target.model.info.vocab_size <= 1 << 16 else 4
     return Estimate(
         what=f"writing {missing:,} tokens",
@@ -155,19 +155,27 @@ def _estimate(target: LoadedModel, config: DataConfig, num_there: int) -> Estima
     )
 
 
-def _probe(target: LoadedModel, batch: int) -> tuple[float, float]:
-    """Tokens per second in steps of a full batch over short contexts, and bytes of a cache per position."""
+def _probe(target: LoadedModel, config: DataConfig) -> tuple[float, float]:
+    """Tokens per second while a unit is written, and bytes of a cache per position.
+
+    Timed in steps of a full batch over texts that are half as long as they become. The last dialogues of a unit end one
+    after another, so that they meet half of a batch.
+    """
+    model, num_ids = target.model, target.model.info.vocab_size
     params = SamplingParams(temperature=0.9, top_k=48, max_tokens=None, ignore_eos=True)
-    engine = Engine(target.model, NoneDrafter(), MatchVerifier(), max_num_seqs=batch, burst_seconds=0)
-    for number in range(batch):
-        ids = [number % target.model.info.vocab_size] * 2
-        engine.add(Job(TokenSequence(str(number), ids, len(ids), params, number, target.model.new_cache())))
+    length = min((config.user_tokens + config.answer_tokens) // 2, (model.info.max_model_len - PROBE_STEPS) // 2)
+    first = TokenSequence("", [i % num_ids for i in range(length)], length, params, 0, model.new_cache())
+    prefill(model, NoneDrafter(), first)
+    engine = Engine(model, NoneDrafter(), MatchVerifier(), max_num_seqs=config.batch, burst_seconds=0)
+    for number in range(config.batch):
+        engine.add(Job(TokenSequence(str(number), list(first.tokens), length, params, number, first.cache.fork())))
     engine.step()
     started = time.perf_counter()
     jobs = [job for _ in range(PROBE_STEPS) for job, _ in engine.step()]
     rate = len(jobs) / (time.perf_counter() - started)
     cache = jobs[0].sequence.cache
-    return rate, cache.num_bytes / max(getattr(cache, "capacity", cache.length), 1)
+    drained = 1 + 0.5 * min(config.batch / config.unit_documents, 1)
+    return rate / drained, cache.num_bytes / max(getattr(cache, "capacity", cache.length), 1)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from sakiyomi.ops.base import KVSlots, Past, Tree
 from sakiyomi.train.batches import Batch, Ints
 from sakiyomi.train.centred import Centring, TrainingOps, to_numpy
 from sakiyomi.train.eagle_start import FIRST, FUSED, READ, solve_start
+from sakiyomi.train.estimate import Announce
 from sakiyomi.train.fit import FitConfig, Report, Tell, fit_net
 from sakiyomi.train.heads import Exported, Frozen, Noise, Trainee
 from sakiyomi.train.shards import Shards
@@ -75,6 +76,7 @@ def fit_eagle3(
     target: Model,
     folder: Path,
     report: Report | None = None,
+    announce: Announce | None = None,
     tell: Tell | None = None,
 ) -> Path:
     """Train an EAGLE-3 head and write its drafter file.
@@ -82,7 +84,7 @@ def fit_eagle3(
     Args:
         recipe: fields of `EagleFit`. The other arguments and the errors are those of `fit.fit_net`.
     """
-    return fit_net(Eagle3Family, EagleFit.read(recipe), shards, target, folder, report, tell)
+    return fit_net(Eagle3Family, EagleFit.read(recipe), shards, target, folder, report, announce, tell)
 
 
 def fit_peagle(
@@ -91,10 +93,11 @@ def fit_peagle(
     target: Model,
     folder: Path,
     report: Report | None = None,
+    announce: Announce | None = None,
     tell: Tell | None = None,
 ) -> Path:
     """Train a P-EAGLE head and write its drafter file; arguments as in `fit_eagle3`."""
-    return fit_net(PEagleFamily, EagleFit.read(recipe), shards, target, folder, report, tell)
+    return fit_net(PEagleFamily, EagleFit.read(recipe), shards, target, folder, report, announce, tell)
 
 
 class Eagle3Family:

@@ -34,6 +34,7 @@ from sakiyomi.train.acceptance import (
     most_frequent,
 )
 from sakiyomi.train.batches import Batch, Ints, plan_epoch, read_batch, split_documents
+from sakiyomi.train.estimate import Announce, Estimate, private_bytes
 from sakiyomi.train.files import replacing
 from sakiyomi.train.heads import CandidateSet, Family, Frozen, Noise, Trainee
 from sakiyomi.train.losses import check_mix, head_loss
@@ -47,6 +48,12 @@ Report = Callable[[str, int, int], None]
 """Told what is going on, and how much of how much is done."""
 
 STATE_FILE, DRAFTER_FILE = "fit.safetensors", "drafter.safetensors"
+EVALUATIONS_OF_EXPORT = 3
+"""What writing the drafter file takes, in evaluations: two of them, and the sharpness of its guesses."""
+SUMS = 2
+"""Of the optimiser for each parameter, at most."""
+STATE_COPIES = 2 + SUMS
+"""Parameters, the optimiser's sums and the best parameters so far."""
 STEP_DECAY = 0.8
 """Weight of a step of the unrolling against the one before (EAGLE-3)."""
 
@@ -192,6 +199,7 @@ def fit_net(
     target: Model,
     folder: Path,
     report: Report | None = None,
+    announce: Announce | None = None,
     tell: Tell | None = None,
 ) -> Path:
     """Train a net and write its drafter file.
@@ -201,6 +209,7 @@ def fit_net(
         shards: documents whose last tap is the target's last state before the final norm.
         folder: where the state lies and the drafter file comes.
         report: told about long phases.
+        announce: told what the steps that are left will take, before they begin.
         tell: told about each step.
 
     Returns:
@@ -211,8 +220,11 @@ def fit_net(
         CheckpointError: a state in the folder that belongs to another run.
         SakiyomiError: the loss is no number any more; the last good state stays.
     """
+    held = private_bytes()
     frozen = _freeze(target, shards, RoundedOps() if config.precision == "bfloat16" else TorchOps())
     run = Fit(config, make_family(config, frozen, shards.taps), frozen, shards, folder, report, tell)
+    if announce is not None and not run.is_done():
+        announce(run.estimate(held))
     run.train()
     return run.export(describe_target(target.info, target.lend()))  # type: ignore[arg-type]  # _freeze checked it
 
@@ -265,8 +277,8 @@ class Fit:
 
     def train(self) -> None:
         """Train to the end of the run, or to where measured acceptance rises no more."""
-        every = max(1, len(self.plans) // self.config.evaluations)
-        while self.state.step < len(self.plans) and not self._is_flat():
+        every = self._evaluated_every()
+        while not self.is_done():
             self._train_step(self.plans[self.state.step])
             self.state.step += 1
             if self.state.step % every == 0 or self.state.step == len(self.plans):
@@ -275,37 +287,20 @@ class Fit:
                 self._save()
         self._save()
 
-    def _train_step(self, members: Sequence[int]) -> None:
-        config, state, started = self.config, self.state, time.perf_counter()
-        rng = np.random.default_rng((config.seed, state.step, 7))
-        noise = Noise(config.dropout, config.seed * 1_000_003 + state.step)
-        batch = read_batch(self.shards, members, config.loss_on == "answers")
-        progress = state.step / len(self.plans)
-        num_frequent = config.num_frequent if progress < 0.8 else config.num_frequent_late
-        candidates = CandidateSet.draw(
-            batch.argmax, self.frequent[:num_frequent], config.num_random, self.frozen.info.vocab_size, rng
-        )
-        finals = self.frozen.final(batch.taps[:, -self.frozen.info.hidden_size :])
-        teacher = candidates.teacher(finals, self.frozen.head[candidates.ids], batch.argmax)
+    def is_done(self) -> bool:
+        return self.state.step >= len(self.plans) or self._is_flat()
 
-        total, num_rows, hits = torch.zeros(()), 0, 0.0
-        unrolled = self.trainee.unroll(batch, config.num_unrolled(progress), noise)
-        for step, (rows, features) in enumerate(unrolled):
-            head = self.trainee.head(step, candidates.ids)
-            goals = rows + 1 + step
-            counted = torch.from_numpy(_counted(batch, goals)).float()
-            part = teacher.rows(goals)
-            weights = counted / counted.sum().clamp(min=1)
-            loss = head_loss(features, head, part, config.loss, weights, self.frozen.ops.linear)
-            total = total + STEP_DECAY**step * loss
-            num_rows += len(rows)
-            if step == 0:
-                hits = self._hit_rate(features, head, part)
+    def _evaluated_every(self) -> int:
+        return max(1, len(self.plans) // self.config.evaluations)
+
+    def _train_step(self, members: Sequence[int]) -> None:
+        state, started = self.state, time.perf_counter()
+        total, num_rows, hits = self._add_losses(members, state.step)
         value = float(total.detach())
         if not math.isfinite(value):
             raise SakiyomiError(
-                f"the loss is {value} at step {state.step}; the last good state stays in "
-                f"{self.folder / STATE_FILE}. Remove it and train with a learning_rate below {config.learning_rate:g}."
+                f"the loss is {value} at step {state.step}; the last good state stays in {self.folder / STATE_FILE}. "
+                f"Remove it and train with a learning_rate below {self.config.learning_rate:g}."
             )
         self._descend(total)
         state.loss = 0.95 * state.loss + 0.05 * value if state.step else value
@@ -313,6 +308,94 @@ class Fit:
         state.rows += num_rows
         rate = num_rows / (time.perf_counter() - started)
         self._say(Progress(state.step + 1, len(self.plans), state.loss, state.hit, rate, state.best_length))
+
+    def _add_losses(self, members: Sequence[int], step: int) -> tuple[Tensor, int, float]:
+        """The loss of some documents as a step takes it, its rows, and the share of first guesses that hit."""
+        config = self.config
+        rng = np.random.default_rng((config.seed, step, 7))
+        noise = Noise(config.dropout, config.seed * 1_000_003 + step)
+        batch = read_batch(self.shards, members, config.loss_on == "answers")
+        num_unrolled, num_frequent = self._stage(step)
+        candidates = CandidateSet.draw(
+            batch.argmax, self.frequent[:num_frequent], config.num_random, self.frozen.info.vocab_size, rng
+        )
+        finals = self.frozen.final(batch.taps[:, -self.frozen.info.hidden_size :])
+        teacher = candidates.teacher(finals, self.frozen.head[candidates.ids], batch.argmax)
+
+        total, num_rows, hits = torch.zeros(()), 0, 0.0
+        for unrolled, (rows, features) in enumerate(self.trainee.unroll(batch, num_unrolled, noise)):
+            head = self.trainee.head(unrolled, candidates.ids)
+            goals = rows + 1 + unrolled
+            counted = torch.from_numpy(_counted(batch, goals)).float()
+            part = teacher.rows(goals)
+            weights = counted / counted.sum().clamp(min=1)
+            loss = head_loss(features, head, part, config.loss, weights, self.frozen.ops.linear)
+            total = total + STEP_DECAY**unrolled * loss
+            num_rows += len(rows)
+            if unrolled == 0:
+                hits = self._hit_rate(features, head, part)
+        return total, num_rows, hits
+
+    def _stage(self, step: int) -> tuple[int, int]:
+        """Steps unrolled, and frequent ids that laws are compared over."""
+        progress = step / len(self.plans)
+        return self.config.num_unrolled(progress), (
+            self.config.num_frequent if progress < 0.8 else self.config.num_frequent_late
+        )
+
+    # ---- what is left
+
+    def estimate(self, held: int = 0) -> Estimate:
+        """What the rest of the run takes: a step of each of its stages is tried, and so is a part of an evaluation.
+
+        Args:
+            held: private bytes of the process before the run.
+        """
+        left = range(self.state.step, len(self.plans))
+        members = sorted((self.plans[step] for step in left), key=lambda plan: int(self.shards.lengths[plan].sum()))
+        middle = members[len(members) // 2]
+        stages: dict[tuple[int, int], list[int]] = {}
+        for step in left:
+            stages.setdefault(self._stage(step), []).append(step)
+        self._add_losses(middle, left[0])[0].backward()  # type: ignore[no-untyped-call]  # finds code and memory cold
+        seconds = len(left) * self._time_descent()
+        for steps in stages.values():
+            self.state.optimizer.clear()
+            started = time.perf_counter()
+            self._add_losses(middle, steps[0])[0].backward()  # type: ignore[no-untyped-call]
+            seconds += len(steps) * (time.perf_counter() - started)
+        self.state.optimizer.clear()
+        with _Peak() as peak:
+            self._add_losses(members[-1], left[-1])[0].backward()  # type: ignore[no-untyped-call]
+        self.state.optimizer.clear()
+        seconds += (len(left) // self._evaluated_every() + EVALUATIONS_OF_EXPORT) * self._time_evaluation()
+        parameters = 4 * sum(value.numel() for value in self.trainee.parameters.values())
+        return Estimate(
+            what=f"fitting, {len(left):,} steps",
+            seconds=seconds,
+            disk_bytes=2 * STATE_COPIES * parameters,  # the last state stays until the next one is whole
+            memory_bytes=max(peak.num_bytes - held, 0) + SUMS * parameters,
+        )
+
+    def _time_descent(self) -> float:
+        """A step of the optimiser, on copies of the parameters and of the gradients that they have."""
+        config, copies = self.config, {}
+        for name, value in self.trainee.parameters.items():
+            copies[name] = value.detach().clone().requires_grad_()
+            copies[name].grad = None if value.grad is None else value.grad.clone()
+        optimizer = Optimizer(copies, self.trainee.tables, config.optimizer, config.weight_decay, config.matrix_factor)
+        optimizer.step(config.learning_rate)  # makes its sums
+        started = time.perf_counter()
+        torch.nn.utils.clip_grad_norm_(copies.values(), config.clip)
+        optimizer.step(config.learning_rate)
+        return time.perf_counter() - started
+
+    def _time_evaluation(self) -> float:
+        some = self.held_out[: max(1, len(self.held_out) // 8)]
+        started = time.perf_counter()
+        measure_acceptance(self.trainee, self.shards, some, self.vocabulary, self.config.depth)
+        lengths = self.shards.lengths
+        return (time.perf_counter() - started) * float(lengths[self.held_out].sum()) / float(lengths[some].sum())
 
     def _say(self, progress: Progress) -> None:
         told = f"fitting: loss {progress.loss:.3f}, hit {progress.hit:.3f}, {progress.rows_per_s:.0f} rows/s"
@@ -485,6 +568,25 @@ class _State:
         state.best = _under("best.", tensors)
         state.optimizer.load(_under("sums.", tensors))
         return state
+
+
+class _Peak:
+    """The most private bytes that the process holds whenever gradients keep something or take it back."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._look, self._look)
+
+    def _look(self, kept: Tensor) -> Tensor:
+        self.num_bytes = max(self.num_bytes, private_bytes())
+        return kept
+
+    def __enter__(self) -> Self:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

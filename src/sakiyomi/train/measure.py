@@ -6,6 +6,7 @@ draft is accepted, and the same for each kind of text; beside it a drafter that 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,15 +15,19 @@ from typing import Any
 import numpy as np
 
 from sakiyomi.assemble import LoadedModel, ModelOptions, make_drafter, make_verifier
+from sakiyomi.decode import prefill
+from sakiyomi.drafters.none import NoneDrafter
 from sakiyomi.errors import ParameterError
 from sakiyomi.llm import LLM
 from sakiyomi.params import SamplingParams
 from sakiyomi.results import RequestOutput, SpeculationStats
 from sakiyomi.train.corpus import Corpus
 from sakiyomi.train.estimate import Announce, Estimate, Report, announce_nothing, say_nothing
+from sakiyomi.types import Model
+from sakiyomi.types import Sequence as TokenSequence
 
 NUM_RESAMPLES = 1000
-PROBE_TOKENS = 12
+PROBE_TOKENS = 24
 MAX_LENGTH = 64
 
 
@@ -222,21 +227,29 @@ def _per_position(stats: Sequence[SpeculationStats]) -> tuple[float, ...]:
 
 
 def _estimate(runs: Sequence[_Run], prompts: Sequence[HeldOutPrompt], config: MeasureConfig) -> Estimate:
-    """Scale short runs with the shortest and with the longest drafts."""
-    sample = prompts[: config.batch]
-    shortest, longest = min(runs, key=lambda run: run.length), max(runs, key=lambda run: run.length)
-    rates = []
-    for run in (shortest, longest):
+    """Scale short runs with drafts of middling length, one of each drafter, temperature and rule."""
+    sample, seconds = prompts[: config.batch], 0.0
+    kinds = itertools.groupby(runs, key=lambda run: (run.name, run.temperature, run.verifier))
+    for number, (_, alike) in enumerate(kinds):
+        lengths = sorted(alike, key=lambda run: run.length)
+        middle = lengths[len(lengths) // 2]
+        if number == 0:
+            middle.answer(sample, 1)  # finds code and memory cold
         started = time.perf_counter()
-        outputs = run.answer(sample, min(PROBE_TOKENS, config.max_tokens))
-        num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-        rates.append((time.perf_counter() - started) / max(num_tokens, 1))
-    span = max(longest.length - shortest.length, 1)
-    slope = (rates[1] - rates[0]) / span
-    per_token = sum(rates[0] + slope * (run.length - shortest.length) for run in runs)
-    return Estimate(
-        what="measuring acceptance",
-        seconds=per_token * len(prompts) * config.max_tokens,
-        disk_bytes=1 << 16,
-        memory_bytes=0,
-    )
+        middle.answer(sample, 1)
+        first = time.perf_counter() - started
+        outputs = middle.answer(sample, min(PROBE_TOKENS, config.max_tokens))
+        rest = max(time.perf_counter() - started - 2 * first, 0.0)
+        num_more = sum(len(output.outputs[0].token_ids) - 1 for output in outputs)
+        per_prompt = first / len(sample) + rest / max(num_more, 1) * (config.max_tokens - 1)
+        seconds += len(lengths) * len(prompts) * per_prompt
+    held = _cache_bytes(runs[0].target.model, prompts, config.max_tokens) * len(sample)
+    return Estimate(what="measuring acceptance", seconds=seconds, disk_bytes=1 << 16, memory_bytes=held)
+
+
+def _cache_bytes(model: Model, prompts: Sequence[HeldOutPrompt], max_tokens: int) -> int:
+    """Of an answer to a prompt of middling length."""
+    ids = sorted((prompt.ids for prompt in prompts), key=len)[len(prompts) // 2]
+    sequence = TokenSequence("", list(ids), len(ids), SamplingParams(max_tokens=max_tokens), 0, model.new_cache())
+    prefill(model, NoneDrafter(), sequence)
+    return int(getattr(sequence.cache, "num_bytes", 0))

@@ -20,6 +20,7 @@ from sakiyomi.nets.medusa import MedusaConfig, MedusaHeads
 from sakiyomi.train.acceptance import count_ranks
 from sakiyomi.train.batches import Batch, Ints
 from sakiyomi.train.centred import Centring, TrainingOps, to_numpy
+from sakiyomi.train.estimate import Announce
 from sakiyomi.train.fit import FitConfig, Report, Tell, fit_net
 from sakiyomi.train.heads import Exported, Frozen, Noise, Trainee
 from sakiyomi.train.ridge import RidgeSums
@@ -60,6 +61,7 @@ def fit_medusa(
     target: Model,
     folder: Path,
     report: Report | None = None,
+    announce: Announce | None = None,
     tell: Tell | None = None,
 ) -> Path:
     """Train Medusa heads and write their drafter file.
@@ -67,7 +69,7 @@ def fit_medusa(
     Args:
         recipe: fields of `MedusaFit`. The other arguments and the errors are those of `fit.fit_net`.
     """
-    return fit_net(MedusaFamily, MedusaFit.read(recipe), shards, target, folder, report, tell)
+    return fit_net(MedusaFamily, MedusaFit.read(recipe), shards, target, folder, report, announce, tell)
 
 
 class MedusaFamily:

@@ -20,6 +20,7 @@ from torch import Tensor
 from sakiyomi.nets.mlp import HEAD, TOKEN_IDS, MlpConfig, MlpSpeculator, find_token_rows, split_fuse
 from sakiyomi.train.acceptance import most_frequent
 from sakiyomi.train.batches import Batch, Ints
+from sakiyomi.train.estimate import Announce
 from sakiyomi.train.fit import FitConfig, Report, Tell, fit_net, round_weights
 from sakiyomi.train.heads import Exported, Frozen, Noise, Trainee
 from sakiyomi.train.ridge import RidgeSums, Solution
@@ -63,6 +64,7 @@ def fit_mlp(
     target: Model,
     folder: Path,
     report: Report | None = None,
+    announce: Announce | None = None,
     tell: Tell | None = None,
 ) -> Path:
     """Train an MLP speculator and write its drafter file.
@@ -70,7 +72,7 @@ def fit_mlp(
     Args:
         recipe: fields of `MlpFit`. The other arguments and the errors are those of `fit.fit_net`.
     """
-    return fit_net(MlpFamily, MlpFit.read(recipe), shards, target, folder, report, tell)
+    return fit_net(MlpFamily, MlpFit.read(recipe), shards, target, folder, report, announce, tell)
 
 
 class MlpFamily:

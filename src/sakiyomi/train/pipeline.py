@@ -142,7 +142,7 @@ class Pipeline:
         fit = self.recipe.load_fit()
         shards = open_captured(self.target, mine, self.recipe.capture, self.captured, must_capture)
         self.work.mkdir(parents=True, exist_ok=True)
-        path = fit(self.recipe.fit, shards, self.target.model, self.work, self.report)
+        path = fit(self.recipe.fit, shards, self.target.model, self.work, self.report, self.announce)
         write_json(marker, {"inputs": inputs, "file": path.name, "sha256": hash_file(path)})
         return path
 

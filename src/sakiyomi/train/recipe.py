@@ -20,8 +20,9 @@ from sakiyomi.train.measure import MeasureConfig
 SECTIONS = ("data", "capture", "fit", "measure", "export")
 KEYS = ("drafter", "fit_with", *SECTIONS)
 Fit = Callable[..., Path]
-"""`fit(recipe, shards, target, folder, report) -> Path`: from the section [fit], the documents and the target's model
-to a drafter file in the folder. It may be killed and called again."""
+"""`fit(recipe, shards, target, folder, report, announce) -> Path`: from the section [fit], the documents and the
+target's model to a drafter file in the folder, telling what it will take before it begins. It may be killed and called
+again."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from sakiyomi.checkpoints.drafter import write_drafter
 from sakiyomi.errors import ParameterError
 from sakiyomi.lookup.table import TableCounter
 from sakiyomi.plugins import make_config
-from sakiyomi.train.estimate import Report, say_nothing
+from sakiyomi.train.estimate import Announce, Report, announce_nothing, say_nothing
 from sakiyomi.train.shards import Shards
 from sakiyomi.types import DrafterFile, Model
 
@@ -47,9 +47,14 @@ class TableConfig:
 
 
 def fit_table(
-    recipe: Mapping[str, Any], shards: Shards, target: Model, folder: Path, report: Report = say_nothing
+    recipe: Mapping[str, Any],
+    shards: Shards,
+    target: Model,
+    folder: Path,
+    report: Report = say_nothing,
+    announce: Announce = announce_nothing,
 ) -> Path:
-    """Count a table and write its drafter file.
+    """Count a table and write its drafter file, which takes seconds: `announce` is told nothing.
 
     Where the target's choices were captured they are counted; else what its text says.
 
