@@ -22,6 +22,7 @@ from sakiyomi.params import SamplingParams
 from sakiyomi.train.corpus import Corpus
 from sakiyomi.train.data import DataConfig, _is_periodic, load_corpus, pack_text, read_conversations, write_corpus
 from sakiyomi.train.estimate import Estimate
+from sakiyomi.train.files import describe_seconds
 from sakiyomi.train.prompts import PassagePool, PromptBook
 
 SMALL = DataConfig(
@@ -223,6 +224,14 @@ def test_it_says_beforehand_what_it_will_take(chat_target: LoadedModel, tmp_path
     assert told[0].seconds > 0
     assert told[0].disk_bytes > 800
     assert "on disk" in str(told[0])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [(0.4, "0 s"), (89.4, "89 s"), (95, "1 min 35 s"), (119.7, "2 min 0 s"), (1200, "20 min"), (7200, "2.0 h")],
+)
+def test_durations_are_told_closely(seconds: float, told: str) -> None:
+    assert describe_seconds(seconds) == told
 
 
 def test_tasks_are_of_all_kinds() -> None:
