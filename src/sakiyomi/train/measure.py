@@ -22,7 +22,7 @@ from sakiyomi.llm import LLM
 from sakiyomi.params import SamplingParams
 from sakiyomi.results import RequestOutput, SpeculationStats
 from sakiyomi.train.corpus import Corpus
-from sakiyomi.train.estimate import Announce, Estimate, Report, announce_nothing, say_nothing
+from sakiyomi.train.estimate import Announce, Estimate, Report, announce_nothing, private_bytes, say_nothing
 from sakiyomi.types import Model
 from sakiyomi.types import Sequence as TokenSequence
 
@@ -228,7 +228,7 @@ def _per_position(stats: Sequence[SpeculationStats]) -> tuple[float, ...]:
 
 def _estimate(runs: Sequence[_Run], prompts: Sequence[HeldOutPrompt], config: MeasureConfig) -> Estimate:
     """Scale short runs with drafts of middling length, one of each drafter, temperature and rule."""
-    sample, seconds = prompts[: config.batch], 0.0
+    sample, seconds, before = prompts[: config.batch], 0.0, private_bytes()
     kinds = itertools.groupby(runs, key=lambda run: (run.name, run.temperature, run.verifier))
     for number, (_, alike) in enumerate(kinds):
         lengths = sorted(alike, key=lambda run: run.length)
@@ -243,7 +243,10 @@ def _estimate(runs: Sequence[_Run], prompts: Sequence[HeldOutPrompt], config: Me
         num_more = sum(len(output.outputs[0].token_ids) - 1 for output in outputs)
         per_prompt = first / len(sample) + rest / max(num_more, 1) * (config.max_tokens - 1)
         seconds += len(lengths) * len(prompts) * per_prompt
-    held = _cache_bytes(runs[0].target.model, prompts, config.max_tokens) * len(sample)
+    # What the short runs have left behind (weights of drafters, buffers), and the answers of a batch.
+    held = max(private_bytes() - before, 0) + len(sample) * _cache_bytes(
+        runs[0].target.model, prompts, config.max_tokens
+    )
     return Estimate(what="measuring acceptance", seconds=seconds, disk_bytes=1 << 16, memory_bytes=held)
 
 
