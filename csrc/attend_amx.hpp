@@ -118,13 +118,6 @@ void sum_pairs(const Seen& seen, const uint8_t* values, const ByteWeights& weigh
     use(pair - tile_pairs, slot ^ 1);
 }
 
-// Whether a row sees the same of the chunk as the row before.
-inline bool sees_same(const AttendJob& job, int64_t row) {
-    const AttendRow &a = job.rows[row], &b = job.rows[row - 1];
-    const int64_t last = job.begin + kKeyChunk - 1;
-    return max_of(a.first, job.begin) == max_of(b.first, job.begin) && min_of(a.last, last) == min_of(b.last, last);
-}
-
 template <int HEADS>
 void attend_pairs(const AttendJob& job) {
     const int64_t dim = job.head_dim, num_pairs = job.num_rows * HEADS;
@@ -190,7 +183,7 @@ bool fits_tiles(const AttendJob& job) {
     bool sees_any = false;
     for (int64_t r = 0; r < job.num_rows; ++r) {
         const AttendRow& row = job.rows[r];
-        if (row.chain != nullptr && min_of(row.last, job.begin + kKeyChunk - 1) >= job.length) return false;
+        if (has_own_blocks(job, r)) return false;
         if (row.queries != static_cast<const char*>(job.rows[0].queries) + r * row_bytes) return false;
         sees_any |= row.first < job.begin + kKeyChunk && row.last >= job.begin;
     }

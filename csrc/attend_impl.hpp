@@ -13,6 +13,8 @@ using sakiyomi::query_bytes;
 
 enum { kChunkBlocks = kKeyChunk / kKeyBlock };
 enum { kFetchSteps = 4 };  // products between two looks at what to fetch, which take instructions of their own
+enum { kRowsTogether = 4 };  // rows whose softmax goes step by step together
+enum { kEagerRows = 2 };  // up to so many want all of a chunk in the first cache at once, though it is in the second
 
 // Symmetric 8-bit values of `count` numbers, padded with zeros to whole lanes; returns the scale, nan if a number is not
 // finite.
@@ -114,7 +116,7 @@ inline void score_blocks(const uint8_t* const* blocks, int64_t groups, const Rou
         for (int k = 0; k < 8; ++k) {
             if (k % kFetchSteps == 0) ahead.fetch();
             Wq keys[kSides];
-            for (int s = 0; s < kSides; ++s) keys[s] = load_weights(sides[s] + k * 64);
+            for (int s = 0; s < kSides; ++s) keys[s] = keep(load_weights(sides[s] + k * 64));
             for (int h = 0; h < HEADS; ++h) {
                 const Aq q = load_inputs(queries[h].values + group * kGroup + k * 4);
                 for (int s = 0; s < kSides; ++s) sums[h][s] = dot4(sums[h][s], keys[s], q);
@@ -275,7 +277,7 @@ inline void sum_bytes(const Seen& seen, const uint8_t* const* values, int64_t of
         for (int k = 0; k < 8; ++k) {
             if (k % kFetchSteps == 0) ahead.fetch();
             Wq w[PARTS];
-            for (int p = 0; p < PARTS; ++p) w[p] = load_weights(block + p * kKeyBlock * kLanes + k * 64);
+            for (int p = 0; p < PARTS; ++p) w[p] = keep(load_weights(block + p * kKeyBlock * kLanes + k * 64));
             for (int h = 0; h < HEADS; ++h)
                 for (int term = 0; term < 2; ++term) {
                     const Aq a = load_inputs(weights.at(b, h, term) + k * 4);
@@ -288,15 +290,6 @@ inline void sum_bytes(const Seen& seen, const uint8_t* const* values, int64_t of
             const Vi both = add(add(times_256(sums[h][0][p]), sums[h][1][p]), set1_int(weights.starts[h]));
             store(part + h * part_step + kPartHeader + offset + p * kLanes, mul(to_float(both), set1(weights.scales[h])));
         }
-}
-
-template <int HEADS>
-inline void sum_heads(const Seen& seen, const uint8_t* const* values, int64_t dim, const ByteWeights& weights, float* part,
-                      Fetcher& ahead) {
-    int64_t offset = 0;
-    for (; offset + 2 * kLanes <= dim; offset += 2 * kLanes)  // four vectors at once have fewer loads and are slower
-        sum_bytes<HEADS, 2>(seen, values, offset, weights, part, part_floats(dim), ahead);
-    for (; offset < dim; offset += kLanes) sum_bytes<HEADS, 1>(seen, values, offset, weights, part, part_floats(dim), ahead);
 }
 
 // What one of the rows fetches of a chunk.
@@ -355,52 +348,97 @@ struct RowBlocks {
 };
 
 template <int HEADS>
-void attend_bytes_row(const AttendJob& job, int64_t row_index) {
-    const AttendRow& row = job.rows[row_index];
-    const bool is_first = row_index == 0;
-    const int64_t dim = job.head_dim, key_bytes = key_block_bytes(dim), value_bytes = value_block_bytes(dim);
-    alignas(64) uint8_t own[kChunkBlocks * (key_block_bytes(kMaxHeadDim) + value_block_bytes(kMaxHeadDim))];
-    RowBlocks blocks;
-    if (!blocks.find(job, row, own)) {
-        for (int h = 0; h < HEADS; ++h) row.part[h * part_floats(dim)] = -__builtin_inff();
+inline void sum_heads(const RowBlocks& blocks, int64_t dim, const ByteWeights& weights, float* part, Fetcher& ahead) {
+    if constexpr (HEADS > 3) {  // their sums would not fit the registers
+        sum_heads<2>(blocks, dim, weights, part, ahead);
+        const ByteWeights others{weights.at(0, 2, 0), weights.step, weights.starts + 2, weights.scales + 2};
+        sum_heads<HEADS - 2>(blocks, dim, others, part + 2 * part_floats(dim), ahead);
         return;
     }
-    const Seen& seen = blocks.seen;
-    const uint8_t* all_keys = static_cast<const uint8_t*>(job.keys);
-    const uint8_t* all_values = static_cast<const uint8_t*>(job.values);
-    if (is_first) fetch_blocks(all_keys, key_bytes, job.begin / kKeyBlock, seen);
+    int64_t offset = 0;
+    for (; offset + 2 * kLanes <= dim; offset += 2 * kLanes)  // four vectors at once have fewer loads and are slower
+        sum_bytes<HEADS, 2>(blocks.seen, blocks.values, offset, weights, part, part_floats(dim), ahead);
+    for (; offset < dim; offset += kLanes)
+        sum_bytes<HEADS, 1>(blocks.seen, blocks.values, offset, weights, part, part_floats(dim), ahead);
+}
+
+// Whether a row sees the same of the chunk as the row before.
+inline bool sees_same(const AttendJob& job, int64_t row) {
+    const AttendRow &a = job.rows[row], &b = job.rows[row - 1];
+    const int64_t last = job.begin + kKeyChunk - 1;
+    return max_of(a.first, job.begin) == max_of(b.first, job.begin) && min_of(a.last, last) == min_of(b.last, last);
+}
+
+// Whether a row sees drafted positions in the chunk, so that it puts together blocks of its own.
+inline bool has_own_blocks(const AttendJob& job, int64_t row) {
+    return job.rows[row].chain != nullptr && min_of(job.rows[row].last, job.begin + kKeyChunk - 1) >= job.length;
+}
+
+// Scores of the blocks that a row sees.
+template <int HEADS>
+void score_row(const AttendJob& job, const AttendRow& row, const RowBlocks& blocks, float (*scores)[kKeyChunk], Fetcher& ahead) {
+    const int64_t dim = job.head_dim, groups = num_groups(dim);
     const auto query = [&](int h) { return RoundedQuery(static_cast<const int8_t*>(row.queries) + h * query_bytes(dim), dim); };
     const RoundedQuery queries[4] = {query(0), query(HEADS > 1 ? 1 : 0), query(HEADS > 2 ? 2 : 0), query(HEADS > 3 ? 3 : 0)};
-    alignas(64) float scores[HEADS][kKeyChunk];
-    const int64_t after = job.begin / kKeyBlock + kChunkBlocks;
-    Fetcher ahead = share_of_next(all_keys + after * key_bytes, all_values + after * value_bytes, dim, row_index, job.num_rows);
-    if (row.last < job.begin + kKeyChunk) ahead.step = 0;
-    int64_t b = seen.begin;
-    for (; b + kScoreBlocks <= seen.end; b += kScoreBlocks)
-        score_blocks<HEADS, kScoreBlocks>(blocks.keys + b, num_groups(dim), queries, scores[0] + b * kKeyBlock, ahead);
-    for (; b < seen.end; ++b) score_blocks<HEADS, 1>(blocks.keys + b, num_groups(dim), queries, scores[0] + b * kKeyBlock, ahead);
-    if (is_first) fetch_blocks(all_values, value_bytes, job.begin / kKeyBlock, seen);
-    alignas(64) int8_t terms[kChunkBlocks][HEADS][2][kKeyBlock];
-    int32_t starts[HEADS];
-    float scales[HEADS];
-    const ByteWeights weights{terms[0][0][0], sizeof terms[0], starts, scales};
-    Softmax<HEADS> softmax{seen, blocks.value_scales, scores, row.part, part_floats(dim), weights, {}};
-    softmax.find_largest();
-    softmax.weigh();
-    softmax.round();
-    if constexpr (HEADS == 4) {  // their sums would not fit the registers
-        const ByteWeights others{terms[0][2][0], sizeof terms[0], starts + 2, scales + 2};
-        sum_heads<2>(seen, blocks.values, dim, weights, row.part, ahead);
-        sum_heads<2>(seen, blocks.values, dim, others, row.part + 2 * part_floats(dim), ahead);
-    } else {
-        sum_heads<HEADS>(seen, blocks.values, dim, weights, row.part, ahead);
+    int64_t b = blocks.seen.begin;
+    for (; b + kScoreBlocks <= blocks.seen.end; b += kScoreBlocks)
+        score_blocks<HEADS, kScoreBlocks>(blocks.keys + b, groups, queries, scores[0] + b * kKeyBlock, ahead);
+    for (; b < blocks.seen.end; ++b) score_blocks<HEADS, 1>(blocks.keys + b, groups, queries, scores[0] + b * kKeyBlock, ahead);
+}
+
+// Rows `first_row` to `first_row` + `num_rows` - 1; one that has blocks of its own comes alone.
+template <int HEADS>
+void attend_rows(const AttendJob& job, int64_t first_row, int64_t num_rows) {
+    const int64_t dim = job.head_dim, key_bytes = key_block_bytes(dim), value_bytes = value_block_bytes(dim);
+    const int64_t first = job.begin / kKeyBlock, after = first + kChunkBlocks;
+    const uint8_t* keys = static_cast<const uint8_t*>(job.keys);
+    const uint8_t* values = static_cast<const uint8_t*>(job.values);
+    alignas(64) uint8_t own[kChunkBlocks * (key_block_bytes(kMaxHeadDim) + value_block_bytes(kMaxHeadDim))];
+    RowBlocks blocks[kRowsTogether];
+    const RowBlocks* found[kRowsTogether];
+    alignas(64) float scores[kRowsTogether][HEADS][kKeyChunk];
+    alignas(64) int8_t terms[kRowsTogether][kChunkBlocks][HEADS][2][kKeyBlock];
+    int32_t starts[kRowsTogether][HEADS];
+    float scales[kRowsTogether][HEADS];
+    Softmax<HEADS> steps[kRowsTogether];
+    Fetcher ahead[kRowsTogether];
+    const bool fetches = first_row == 0 && (!job.follows || job.num_rows <= kEagerRows);
+    const auto each_row = [&](auto&& step) __attribute__((always_inline)) {
+        for (int64_t i = 0; i < num_rows; ++i)
+            if (found[i] != nullptr) step(i);
+    };
+    for (int64_t i = 0; i < num_rows; ++i) {
+        const AttendRow& row = job.rows[first_row + i];
+        found[i] = i > 0 && sees_same(job, first_row + i) ? found[i - 1] : blocks[i].find(job, row, own) ? &blocks[i] : nullptr;
+        if (found[i] == nullptr) {
+            for (int h = 0; h < HEADS; ++h) row.part[h * part_floats(dim)] = -__builtin_inff();
+            continue;
+        }
+        if (fetches && i == 0) fetch_blocks(keys, key_bytes, first, found[i]->seen);
+        ahead[i] = share_of_next(keys + after * key_bytes, values + after * value_bytes, dim, first_row + i, job.num_rows);
+        if (row.last < job.begin + kKeyChunk) ahead[i].step = 0;
+        score_row<HEADS>(job, row, *found[i], scores[i], ahead[i]);
+        if (fetches && i == 0) fetch_blocks(values, value_bytes, first, found[i]->seen);
+        const ByteWeights weights{terms[i][0][0][0], sizeof terms[i][0], starts[i], scales[i]};
+        steps[i] = {found[i]->seen, found[i]->value_scales, scores[i], row.part, part_floats(dim), weights, {}};
+    }
+    each_row([&](int64_t i) { steps[i].find_largest(); });
+    each_row([&](int64_t i) { steps[i].weigh(); });
+    each_row([&](int64_t i) { steps[i].round(); });
+    each_row([&](int64_t i) { sum_heads<HEADS>(*found[i], dim, steps[i].weights, steps[i].part, ahead[i]); });
+}
+
+template <int HEADS>
+void attend_all(const AttendJob& job) {
+    for (int64_t row = 0, count; row < job.num_rows; row += count) {
+        count = 1;
+        while (count < kRowsTogether && row + count < job.num_rows && !has_own_blocks(job, row) && !has_own_blocks(job, row + count)) ++count;
+        attend_rows<HEADS>(job, row, count);
     }
 }
 
 void attend_bytes(const AttendJob* job) {
-    with_heads(*job, [&](auto heads) {
-        for (int64_t r = 0; r < job->num_rows; ++r) attend_bytes_row<decltype(heads)::value>(*job, r);
-    });
+    with_heads(*job, [&](auto heads) { attend_all<decltype(heads)::value>(*job); });
 }
 
 }  // namespace

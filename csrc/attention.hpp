@@ -231,7 +231,7 @@ struct Attention {
         group.job = {group.rows, group.run.count, group.num_heads, heads.head_dim,
                      static_cast<const char*>(cache.keys) + group.kv_head * cache.key_head_bytes,
                      static_cast<const char*>(cache.values) + group.kv_head * cache.value_head_bytes, cache.row_stride,
-                     cache.length, 0, scale};
+                     cache.length, 0, scale, false};
     }
 
     void attend_chunk(Group& group, std::int64_t begin, float* part) const {
@@ -251,10 +251,15 @@ struct Attention {
         for (std::int64_t i = 0; i < group.run.count * group.num_heads; ++i) state[i * floats] = -__builtin_inff();
     }
 
-    void join(const Group& group, const float* part, float* state) const {
+    // Of pairs that saw nothing a part holds no more than that.
+    void clear_unseen(const Group& group, float* state) const {
         const std::int64_t floats = part_floats(heads.head_dim);
-        for (std::int64_t i = 0; i < group.run.count * group.num_heads; ++i)
-            kernels->join_part(part + i * floats, heads.head_dim, state + i * floats);
+        for (float* one = state; one < state + group.run.count * group.num_heads * floats; one += floats)
+            if (one[0] == -__builtin_inff()) __builtin_memset(one + 1, 0, static_cast<std::size_t>(floats - 1) * sizeof(float));
+    }
+
+    void join(const Group& group, const float* part, float* state) const {
+        kernels->join_parts(part, group.run.count * group.num_heads, heads.head_dim, state);
     }
 
     Done finish(const Group& group, const float* state) const {
@@ -268,15 +273,28 @@ struct Attention {
 
     static constexpr std::int64_t kMostFloats = kAttendRows * 4 * (kPartHeader + kMaxHeadDim);
 
-    // The part of a stretch of chunks from `first` on.
-    void attend_stretch(Group& group, std::int64_t first, std::int64_t end, float* state) const {
+    // The part of a stretch of chunks from `first` on, joined in their order. give(chunk, out) puts a chunk's part there.
+    template <class Give>
+    void join_stretch(Group& group, std::int64_t first, std::int64_t end, float* state, Give&& give) const {
         alignas(64) float part[kMostFloats];
-        clear(group, state);
+        bool is_empty = true;
         for (std::int64_t chunk = first; chunk < std::min(first + kJoinedChunks, end); ++chunk) {
             if (!group.sees(chunk * kKeyChunk)) continue;
-            attend_chunk(group, chunk * kKeyChunk, part);
-            join(group, part, state);
+            give(chunk, is_empty ? state : part);
+            if (is_empty)
+                clear_unseen(group, state);
+            else
+                join(group, part, state);
+            is_empty = false;
         }
+        if (is_empty) clear(group, state);
+    }
+
+    void attend_stretch(Group& group, std::int64_t first, std::int64_t end, float* state) const {
+        join_stretch(group, first, end, state, [&](std::int64_t chunk, float* out) {
+            group.job.follows = chunk > first;
+            attend_chunk(group, chunk * kKeyChunk, out);
+        });
     }
 
     Done run_group(std::int64_t item, const KeyRows* views, std::int64_t window) const {
@@ -309,16 +327,12 @@ struct Attention {
         if ((done.fetch_add(1, std::memory_order_acq_rel) + 1) % count != 0) return {0, 0, 0, 0};
         alignas(64) float stretch[kMostFloats], state[kMostFloats];
         const float* first = parts + (part * all + start) * part_stride();
+        const std::size_t part_bytes = static_cast<std::size_t>(group.run.count * group.num_heads * part_floats(heads.head_dim)) * sizeof(float);
         clear(group, state);
-        for (std::int64_t i = 0; i < count;) {
-            const float* joined = first + i++ * part_stride();
-            if (chunks_per_item == 1) {
-                clear(group, stretch);
-                join(group, joined, stretch);
-                for (; i % kJoinedChunks != 0 && i < count; ++i) join(group, first + i * part_stride(), stretch);
-                joined = stretch;
-            }
-            join(group, joined, state);
+        for (std::int64_t i = 0; i < count; i += chunks_per_item == 1 ? kJoinedChunks : 1) {
+            if (chunks_per_item == 1)
+                join_stretch(group, i, count, stretch, [&](std::int64_t chunk, float* out) { __builtin_memcpy(out, first + chunk * part_stride(), part_bytes); });
+            join(group, chunks_per_item == 1 ? stretch : first + i * part_stride(), state);
         }
         return finish(group, state);
     }

@@ -72,6 +72,7 @@ struct AttendJob {
     int64_t length;
     int64_t begin;
     float scale;           // of the scores of floats
+    bool follows;          // on a call for the chunk before, which asked for the keys and values of this one
 };
 
 // A cache in 8 bits (kv_bytes.hpp).
@@ -113,8 +114,9 @@ struct Kernels {
     void (*round_query)(const float* query, int64_t head_dim, float scale, void* record);
     void (*attend_bytes)(const AttendJob* job);
     void (*attend_float)(const AttendJob* job);
-    // Joins a part with what the parts before it gave, in the same form; the order of the parts decides the bits.
-    void (*join_part)(const float* part, int64_t head_dim, float* state);
+    // Joins `count` parts, one behind the other, each with what the parts before it gave, in the same form; the order in which
+    // parts are joined to one state decides the bits.
+    void (*join_parts)(const float* parts, int64_t count, int64_t head_dim, float* states);
     void (*finish_attention)(const float* state, int64_t head_dim, float* out);
     void (*silu_mul)(const float* gate, const float* up, int64_t count, float* out);
     void (*add)(const float* x, const float* y, int64_t count, float* out);

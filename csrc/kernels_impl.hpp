@@ -676,17 +676,29 @@ void attend_float(const AttendJob* job) {
     with_heads(*job, [&](auto heads) { attend_heads<decltype(heads)::value>(*job); });
 }
 
-void join_part(const float* part, int64_t head_dim, float* state) {
-    if (part[0] == -__builtin_inff()) return;
-    // One of the factors is 1: which, decides where the other goes, without a way through memory.
-    const bool is_larger = part[0] > state[0];
-    const Vf factor = exp_clamped(set1(is_larger ? state[0] - part[0] : part[0] - state[0]));
-    const Vf before = is_larger ? factor : set1(1.0f), now = is_larger ? set1(1.0f) : factor;
-    const float kept = is_larger ? first_lane(factor) : 1.0f, added = is_larger ? 1.0f : first_lane(factor);
-    state[1] = state[1] * kept + part[1] * added;
-    if (is_larger) state[0] = part[0];
-    for (int64_t i = kPartHeader; i < part_floats(head_dim); i += kLanes)
-        store(state + i, fma(load(part + i), now, mul(load(state + i), before)));
+void join_parts(const float* parts, int64_t count, int64_t head_dim, float* states) {
+    const int64_t step = part_floats(head_dim);
+    for (int64_t first = 0; first < count; first += kLanes) {
+        const int64_t end = min_of(first + kLanes, count);
+        // One of the two factors is 1, the other e to the power of minus the difference of what both are relative to.
+        alignas(64) float factors[kLanes] = {};
+        for (int64_t i = first; i < end; ++i) {
+            const float before = states[i * step], now = parts[i * step];
+            factors[i - first] = now > before ? before - now : now - before;
+        }
+        store(factors, exp_clamped(load(factors)));
+        for (int64_t i = first; i < end; ++i) {
+            const float* part = parts + i * step;
+            float* state = states + i * step;
+            if (part[0] == -__builtin_inff()) continue;
+            const bool is_larger = part[0] > state[0];
+            const float kept = is_larger ? factors[i - first] : 1.0f, added = is_larger ? 1.0f : factors[i - first];
+            state[1] = state[1] * kept + part[1] * added;
+            if (is_larger) state[0] = part[0];
+            const Vf before = set1(kept), now = set1(added);
+            for (int64_t at = kPartHeader; at < step; at += kLanes) store(state + at, fma(load(part + at), now, mul(load(state + at), before)));
+        }
+    }
 }
 
 void finish_attention(const float* state, int64_t head_dim, float* out) {
@@ -705,6 +717,6 @@ void finish_attention(const float* state, int64_t head_dim, float* out) {
 #define SAKIYOMI_KERNELS(name, attend_setup, tiles, linear_quantized, attend_bytes)                                \
     {                                                                                                              \
         name, attend_setup, tiles::blocks(1), linear_quantized, linear_dense, quantize, rms_norm, rope, from_half, quantize_run,      \
-            round_query, attend_bytes, attend_float, join_part, finish_attention, silu_mul, add_rows, argmax, scan_lanes, scan_blocks,      \
+            round_query, attend_bytes, attend_float, join_parts, finish_attention, silu_mul, add_rows, argmax, scan_lanes, scan_blocks,      \
             find_in_block, weigh_block, sum_blocks, guess_block, guess_total, draw_block, bound_block                             \
     }

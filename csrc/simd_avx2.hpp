@@ -175,6 +175,7 @@ inline Wq load_weights(const uint8_t* p) {
             _mm256_srli_epi16(hi, 8)};
 }
 // Quads k and k + 4 of a group in four-bit storage.
+inline Wq keep(Wq a) { return a; }
 inline Wq load_low(const uint8_t* p) {
     const __m256i low = _mm256_set1_epi16(0x0f);
     const __m256i lo = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));

@@ -65,6 +65,10 @@ inline Vf keep(Vf a) {
     asm("" : "+v"(a));
     return a;
 }
+inline Wq keep(Wq a) {
+    asm("" : "+v"(a));
+    return a;
+}
 inline float sqrt_scalar(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
 
 inline Vi zero_int() { return _mm512_setzero_si512(); }

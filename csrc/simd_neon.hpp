@@ -227,6 +227,7 @@ inline Vi start_sums(const int8_t* group) {
     return {all, all, all, all};
 }
 // Quads k and k + 4 of a group in four-bit storage.
+inline Wq keep(Wq a) { return a; }
 inline Wq load_low(const uint8_t* p) {
     Wq r;
     r.v0 = vreinterpretq_s8_u8(vandq_u8(vld1q_u8(p), vdupq_n_u8(0x0f)));

@@ -186,6 +186,7 @@ inline Wq load_weights(const uint8_t* p) {
     return r;
 }
 // Quads k and k + 4 of a group in four-bit storage.
+inline Wq keep(Wq a) { return a; }
 inline Wq load_low(const uint8_t* p) {
     Wq r;
     for (int i = 0; i < 64; ++i) r.v[i] = p[i] & 15;

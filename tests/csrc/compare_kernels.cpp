@@ -227,10 +227,9 @@ void compare_attention(std::int64_t dim, std::int64_t num_heads, std::int64_t nu
                                const AttendJob job{rows.data(), num_rows, num_heads, dim,
                                                    is_bytes ? static_cast<const void*>(byte_keys.data()) : keys.data(),
                                                    is_bytes ? static_cast<const void*>(byte_values.data()) : values.data(), dim,
-                                                   length, begin, scale};
+                                                   length, begin, scale, begin > 0};
                                (is_bytes ? kernels.attend_bytes : kernels.attend_float)(&job);
-                               for (std::int64_t i = 0; i < num_rows * num_heads; ++i)
-                                   kernels.join_part(parts.data() + i * size, dim, states.data() + i * size);
+                               kernels.join_parts(parts.data(), num_rows * num_heads, dim, states.data());
                            }
                            for (std::int64_t i = 0; i < num_rows * num_heads; ++i)
                                kernels.finish_attention(states.data() + i * size, dim, out + i * dim);
