@@ -6,6 +6,9 @@
 // hold a larger one. They do so by the same routines in the same order as `linear`: these are the very bits of the logits. Rounding a
 // sum keeps order, hence what is below a bound exactly is so in its bits.
 //
+// Where there is a coarse copy of the head (screen.hpp), the best ids of a few rows are sought in that first: it takes the
+// place of the first term, and what it has rounded away counts as what may be added.
+//
 // With noise an id may win whose score, at its most, does not stay below what another has for sure. These few ids, the
 // largest logit and the noise are all that the choice needs.
 #include <algorithm>
@@ -22,6 +25,7 @@
 
 #include "head.hpp"
 #include "noise.hpp"
+#include "screen.hpp"
 #include "two_terms.hpp"
 
 static_assert(sakiyomi::kShareBlocks * sakiyomi::kLanes == sakiyomi::kChooseBlock, "noise is drawn for a share");
@@ -113,19 +117,78 @@ float norm_of_share(const Kernels& kernel, const PackedWeight& weight, std::int6
     return largest;
 }
 
-// The length of a quantized row, rounded up.
-float norm_of_row(const QuantizedRows& rows, std::int64_t row) {
+// A length, rounded up.
+float length_of(const float* x, std::int64_t count) {
     double square = 0;
+    for (std::int64_t i = 0; i < count; ++i) square += static_cast<double>(x[i]) * x[i];
+    return static_cast<float>(std::sqrt(square) * (1 + 1e-6));
+}
+
+// Adds a quantized row to `out`.
+void add_row(const QuantizedRows& rows, std::int64_t row, float* out) {
     for (std::int64_t group = 0; group < rows.width / kGroup; ++group) {
         const std::uint8_t* record = rows.bytes + group * input_group_bytes(rows.num_rows);
         const std::int8_t* values = reinterpret_cast<const std::int8_t*>(record) + row * kGroup;
-        const double scale = reinterpret_cast<const float*>(record + rows.num_rows * kGroup)[row];
-        std::int32_t sum = 0;
-        for (int i = 0; i < kGroup; ++i) sum += values[i] * values[i];
-        square += scale * scale * sum;
+        const float scale = reinterpret_cast<const float*>(record + rows.num_rows * kGroup)[row];
+        for (int i = 0; i < kGroup; ++i) out[group * kGroup + i] += scale * static_cast<float>(values[i]);
     }
-    return static_cast<float>(std::sqrt(square) * (1 + 1e-6));
 }
+
+// The length of a quantized row, rounded up; `room` has that of a row.
+float norm_of_row(const QuantizedRows& rows, std::int64_t row, float* room) {
+    std::fill_n(room, rows.width, 0.0f);
+    add_row(rows, row, room);
+    return length_of(room, rows.width);
+}
+
+// Rows as the coarse copy of a head reads them.
+struct ScreenedRows {
+    const HeadScreen* screen = nullptr;  // null: it is not asked
+    QuantizedRows fine = {}, coarse = {};  // two rows for each of the columns that weigh most: its terms
+    std::vector<float> fine_lengths = {}, coarse_lengths = {};
+    std::vector<float> roundings = {};  // of sums over the head and over the copy, at most
+
+    ScreenedRows() = default;
+    ScreenedRows(const HeadScreen* copy, std::int64_t num_rows, std::uint8_t* bytes)
+        : screen(copy), fine_lengths(static_cast<std::size_t>(num_rows)), coarse_lengths(fine_lengths), roundings(fine_lengths) {
+        if (screen == nullptr) return;
+        fine = {bytes, screen->num_fine(), 2 * num_rows};
+        coarse = {bytes + QuantizedRows::num_bytes(fine.width, fine.num_rows), screen->num_coarse(), num_rows};
+    }
+
+    // Row `row` of numbers x; the head reads it as the sum of two terms. Returns how far from that lies what the copy reads.
+    float write(const Kernels& kernel, std::int64_t row, const float* x, const QuantizedRows& first, const QuantizedRows& rest) {
+        const std::int64_t num_fine = fine.width, width = first.width;
+        const std::size_t at = static_cast<std::size_t>(row), size = static_cast<std::size_t>(width);
+        std::vector<float> ordered(size), seen(size), whole(size);
+        for (std::int64_t k = 0; k < width; ++k) ordered[static_cast<std::size_t>(k)] = x[screen->order()[k]];
+        coarse.write(kernel, row, ordered.data() + num_fine, 0, coarse.width);
+        fine.write(kernel, 2 * row, ordered.data(), 0, num_fine);
+        add_row(fine, 2 * row, seen.data());
+        for (std::int64_t k = 0; k < num_fine; ++k) ordered[static_cast<std::size_t>(k)] -= seen[static_cast<std::size_t>(k)];
+        fine.write(kernel, 2 * row + 1, ordered.data(), 0, num_fine);
+        add_row(fine, 2 * row + 1, seen.data());
+        add_row(coarse, row, seen.data() + num_fine);
+        add_row(first, row, whole.data());
+        add_row(rest, row, whole.data());
+        for (std::size_t k = 0; k < size; ++k) ordered[k] = whole[static_cast<std::size_t>(screen->order()[k])] - seen[k];
+        fine_lengths[at] = length_of(seen.data(), num_fine);
+        coarse_lengths[at] = length_of(seen.data() + num_fine, coarse.width);
+        const float rounding = 0x1p-22f * static_cast<float>(4 * (width / kGroup) + 16);
+        roundings[at] = rounding * screen->header().size * (length_of(seen.data(), width) + length_of(whole.data(), width));
+        return length_of(ordered.data(), width);
+    }
+
+    // The most that outputs of a share may be, to `sums` [rows][kShareOutputs], beside what the copy reads wrongly of a row.
+    void scan(const Kernels& kernel, std::int64_t share, std::int64_t num_outputs, float* sums) const {
+        ScreenJob job = screen->job_of_share(share, fine, coarse);
+        job.coarse_lengths = coarse_lengths.data();
+        job.fine_lengths = fine_lengths.data();
+        job.outputs = sums;
+        job.output_stride = kShareOutputs;
+        kernel.screen_blocks(&job, 0, (num_outputs + kLanes - 1) / kLanes);
+    }
+};
 
 bool is_within(const float* x, std::int64_t count, float largest) {
     bool is = true;
@@ -212,7 +275,7 @@ struct Search {
     std::int64_t num_rows;
     QuantizedRows first, rest;
     LinearJob job;
-    std::vector<float> lengths;  // of the rows' second terms; below 0: a row that must be left out
+    std::vector<float> lengths;  // of what bounds leave out of the rows; below 0: a row that must be left out
     std::vector<float> maxima;   // [share][row], of the first term
     std::vector<float> block_maxima;  // [share][row][block]
     std::vector<std::int64_t> peak_shares;
@@ -221,6 +284,7 @@ struct Search {
     const RowChoice* choices;    // null: the best ids are wanted
     std::vector<NoiseKey> keys = {};
     std::vector<double> leads = {};  // what the winner of a row's race has at least, by all threads
+    ScreenedRows screened = {};
 
     bool draws(std::int64_t row) const { return choices != nullptr && choices[row].temperature != 0; }
 
@@ -228,17 +292,22 @@ struct Search {
 
     std::int64_t outputs_of_block(std::int64_t block) const { return std::min<std::int64_t>(kLanes, job.num_outputs - block * kLanes); }
 
-    // What the second term adds to any output of a share at most.
+    // What the second term, or what the copy has not seen of a row, adds to any output of a share at most.
     float bound(std::int64_t row, std::int64_t share) const {
-        return lengths[static_cast<std::size_t>(row)] * norms[share] + kUnderflow;
+        const std::size_t at = static_cast<std::size_t>(row);
+        return lengths[at] * norms[share] + (screened.screen == nullptr ? 0.0f : screened.roundings[at]) + kUnderflow;
     }
 
-    // The first term over a share.
+    // The first term over a share, or the most that the copy leaves room for.
     void scan_share(std::int64_t share, Desk& desk) {
         const LinearJob here = job_of_share(job, share, desk.sums);
         const std::int64_t width = outputs_of_share(here);
-        if (width < kShareOutputs) std::fill(desk.sums, desk.sums + num_rows * kShareOutputs, -kInfinity);
-        run_share_job(kernel, weight, here);
+        if (screened.screen == nullptr)
+            run_share_job(kernel, weight, here);
+        else
+            screened.scan(kernel, share, width, desk.sums);
+        for (std::int64_t row = 0; row < num_rows; ++row)
+            std::fill(desk.sums + row * kShareOutputs + width, desk.sums + (row + 1) * kShareOutputs, -kInfinity);
         float* largest = maxima.data() + share * num_rows;
         const bool has_nan = kernel.scan_blocks(desk.sums, num_rows, largest);
         kernel.scan_lanes(desk.sums, num_rows * kShareBlocks, block_maxima.data() + share * num_rows * kShareBlocks);
@@ -387,20 +456,25 @@ std::int64_t find_ids(const float* x, std::int64_t num_rows, const PackedWeight&
     std::unique_ptr<float[]> new_norms;
     if (is_quantized && !weight.share_norms) new_norms.reset(new float[static_cast<std::size_t>(num_shares)]);
 
+    const HeadScreen* screen = num_rows <= kScreenedRows && bounds == nullptr ? weight.screen.get() : nullptr;
+    for (std::int64_t row = 0; choices != nullptr && row < num_rows; ++row)
+        if (choices[row].temperature != 0) screen = nullptr;
     const std::int64_t term_bytes = is_quantized ? QuantizedRows::num_bytes(width, num_rows) : 0;
     const std::int64_t normed_bytes = (num_rows * width * 4 + 63) / 64 * 64, sums_bytes = num_rows * kShareOutputs * 4;
     const std::int64_t rank_bytes = sums_bytes + 2 * term_bytes;
     std::uint8_t* scratch = reinterpret_cast<std::uint8_t*>(
-        lease.scratch(static_cast<std::size_t>(2 * term_bytes + 2 * normed_bytes + team_size * rank_bytes)));
+        lease.scratch(static_cast<std::size_t>(4 * term_bytes + 2 * normed_bytes + team_size * rank_bytes)));
     const QuantizedRows first{scratch, width, num_rows}, rest{scratch + term_bytes, width, num_rows};
     float* normed = reinterpret_cast<float*>(scratch + 2 * term_bytes);
     float* left = reinterpret_cast<float*>(scratch + 2 * term_bytes + normed_bytes);
     std::uint8_t* of_ranks = scratch + 2 * term_bytes + 2 * normed_bytes;
+    std::uint8_t* of_screen = of_ranks + team_size * rank_bytes;
 
     const void* inputs = is_quantized ? static_cast<const void*>(first.bytes) : normed;
     Search search{kernel, weight, new_norms ? new_norms.get() : weight.share_norms.get(), num_rows, first, rest,
                   linear_job(weight, inputs, width * 4, num_rows, nullptr, nullptr, nullptr, 0),
                   std::vector<float>(rows_size), {}, {}, std::vector<std::int64_t>(rows_size), std::vector<float>(rows_size), {}, choices};
+    search.screened = ScreenedRows(screen, num_rows, of_screen);
     if (choices != nullptr) search.leads.assign(rows_size, -kInfinity);
     for (std::int64_t row = 0; choices != nullptr && row < num_rows; ++row) search.keys.emplace_back(choices[row].seed, choices[row].position);
     if (is_quantized) search.maxima.resize(rows_size * static_cast<std::size_t>(num_shares));
@@ -426,7 +500,8 @@ std::int64_t find_ids(const float* x, std::int64_t num_rows, const PackedWeight&
             first.write(kernel, row, values, 0, width);
             quantize_rest(kernel, first, rest, row, values, left + row * width);
             const bool is_sound = is_within(values, width, kLargestInput);
-            search.lengths[static_cast<std::size_t>(row)] = is_sound ? norm_of_row(rest, row) : -1.0f;
+            const float missed = screen == nullptr ? norm_of_row(rest, row, left + row * width) : search.screened.write(kernel, row, values, first, rest);
+            search.lengths[static_cast<std::size_t>(row)] = is_sound ? missed : -1.0f;
         });
         if (!is_quantized) {
             team.share(rank, num_shares, [&](std::int64_t share) { search.see_share(share, desk); });
@@ -522,6 +597,34 @@ void chosen_ids(Matrix x, const PackedWeight& weight, Vector norm, float eps, co
     find_chosen_ids(x.data(), num_rows, weight, norm.data(), eps, read.data(), ids.data(), num_threads);
 }
 
+// The coarse copy of a head whose rows are normed with `norm`, as bytes, or none where it has none.
+std::optional<nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>> make_screen(const PackedWeight& head, Vector norm, int num_threads) {
+    check_equal("the length of the norm's weight", static_cast<std::int64_t>(norm.shape(0)), head.num_inputs);
+    check_threads(num_threads, kMaxThreads);
+    if (!HeadScreen::fits(head)) return std::nullopt;
+    const std::size_t size = static_cast<std::size_t>(HeadScreen::num_bytes(head.num_outputs, head.num_inputs));
+    auto* held = new std::shared_ptr<std::uint8_t>(new_pages(size));
+    const nb::capsule owner(held, [](void* pages) noexcept { delete static_cast<std::shared_ptr<std::uint8_t>*>(pages); });
+    bool is_made;
+    {
+        nb::gil_scoped_release released;
+        is_made = HeadScreen::make(head, norm.data(), held->get(), num_threads);
+    }
+    if (!is_made) return std::nullopt;
+    return nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>(held->get(), {size}, owner);
+}
+
+// The caller keeps `bytes`, which are `make_screen`'s of this head, alive (nb::keep_alive).
+void set_screen(PackedWeight& head, In<std::uint8_t, nb::ndim<1>> bytes) {
+    check(HeadScreen::fits(head), "this weight can have no coarse copy.");
+    check_equal("the number of bytes of a coarse copy", static_cast<std::int64_t>(bytes.shape(0)),
+                HeadScreen::num_bytes(head.num_outputs, head.num_inputs));
+    check(reinterpret_cast<std::uintptr_t>(bytes.data()) % 64 == 0, "the bytes of a coarse copy must start at a multiple of 64.");
+    auto screen = std::make_shared<const HeadScreen>(bytes.data());
+    check(screen->matches(head), "these are no bytes of a coarse copy of this head.");
+    head.screen = std::move(screen);
+}
+
 }  // namespace
 }  // namespace sakiyomi
 
@@ -530,6 +633,8 @@ void bind_head(nanobind::module_& m) {
     using nb::arg;
     m.def("best_ids", &best_ids, arg("x").noconvert(), arg("weight"), arg("norm").noconvert(), arg("eps"),
           arg("ids").noconvert(), arg("threads"), arg("bounds").noconvert().none() = nb::none());
+    m.def("make_screen", &make_screen, arg("head"), arg("norm").noconvert(), arg("threads"));
+    m.def("set_screen", &set_screen, arg("head"), arg("bytes").noconvert(), nb::keep_alive<1, 2>());
     m.def("chosen_ids", &chosen_ids, arg("x").noconvert(), arg("weight"), arg("norm").noconvert(), arg("eps"), arg("choices"),
           arg("ids").noconvert(), arg("threads"));
 }

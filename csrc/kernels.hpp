@@ -15,6 +15,7 @@ enum {
     kKeyBlock = 32,   // positions in a block of the online softmax
     kKeyChunk = 128,  // positions whose attention is one part, so that threads may share long contexts
     kAttendRows = 8,  // rows that share the conversion of a block
+    kScreenedRows = 4,  // rows whose best ids are sought in the coarse copy of a head first
     kPartHeader = 16, // floats before the sums of a part: the largest score, the total of the weights
     kMaxHeadDim = 512,
     kChooseBlock = 64,  // logits whose largest is known, and which share the call of a routine
@@ -47,6 +48,21 @@ struct LinearJob {
     const float* residual;  // or null; strided as `outputs`, which it may be
     float* outputs;
     int64_t output_stride;  // floats from row to row
+};
+
+// The most that outputs of a head may be, by its coarse copy (screen.hpp): y[r, n] = the copy's row n times x[r], and lengths
+// of n times those of x[r]. The fine columns are read by two terms of each row.
+struct ScreenJob {
+    const uint8_t* blocks;        // each: fine groups, coarse groups, 16 lengths of coarse and 16 of fine columns in half precision
+    int64_t block_bytes;
+    int64_t num_fine_groups, num_coarse_groups;
+    const uint8_t* fine_inputs;   // quantized rows, 2 * num_rows: row r's terms are rows 2 r and 2 r + 1
+    const uint8_t* coarse_inputs; // quantized rows, num_rows
+    int64_t num_rows;             // 1 to kScreenedRows
+    const float* coarse_lengths;  // [num_rows]
+    const float* fine_lengths;
+    float* outputs;               // whole blocks
+    int64_t output_stride;
 };
 
 // Attention of up to four query heads of each of a few rows over those keys of one key/value head that lie in one chunk:
@@ -122,6 +138,7 @@ struct Kernels {
     void (*add)(const float* x, const float* y, int64_t count, float* out);
     int64_t (*argmax)(const float* x, int64_t count);
     void (*scan_lanes)(const float* x, int64_t count, float* maxima);  // the largest of each kLanes
+    void (*screen_blocks)(const ScreenJob* job, int64_t first_block, int64_t last_block);
     // What choosing a token does with rows of logits, in blocks of kChooseBlock (choose_impl.hpp).
     // The largest of each block; returns whether there is a nan.
     bool (*scan_blocks)(const float* x, int64_t num_blocks, float* maxima);

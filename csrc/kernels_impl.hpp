@@ -712,11 +712,12 @@ void finish_attention(const float* state, int64_t head_dim, float* out) {
 }  // namespace
 
 #include "attend_impl.hpp"
+#include "screen_impl.hpp"
 #include "choose_impl.hpp"
 
 #define SAKIYOMI_KERNELS(name, attend_setup, tiles, linear_quantized, attend_bytes)                                \
     {                                                                                                              \
         name, attend_setup, tiles::blocks(1), linear_quantized, linear_dense, quantize, rms_norm, rope, from_half, quantize_run,      \
-            round_query, attend_bytes, attend_float, join_parts, finish_attention, silu_mul, add_rows, argmax, scan_lanes, scan_blocks,      \
+            round_query, attend_bytes, attend_float, join_parts, finish_attention, silu_mul, add_rows, argmax, scan_lanes, screen_blocks, scan_blocks,      \
             find_in_block, weigh_block, sum_blocks, guess_block, guess_total, draw_block, bound_block                             \
     }

@@ -50,7 +50,9 @@ struct Sizes {
 
 enum {
     kMaxRepeatedRows = 16,
-    kFetchBytes = 7680,  // of the next matrix, where a thread begins in it
+    kFetchBytes = 15360,  // of the next matrix, where a thread begins in it: what memory brings while threads wait
+    kSmallBlocks = 64,    // of matrices in which one share more is a good part of a thread's work
+    kFewRows = 4,         // whose products take less time than what they read
     kGateColumns = 2 * kShareBlocks * kLanes,  // gate and up of a share
 };
 
@@ -192,12 +194,18 @@ class Pass {
             for (int at = 0; at < num_bytes / kernels.num_streams; at += 64) __builtin_prefetch(start + b * weight.block_bytes() + at);
     }
 
-    static std::int64_t first_block(std::int64_t num_blocks, const Team& team, int rank) {
-        return split(num_shares(num_blocks), rank, team.size()).begin * kShareBlocks;
+    // Blocks of a matrix that a thread takes at once.
+    std::int64_t unit_of(const PackedWeight& weight) const {
+        const bool is_small = weight.num_blocks() <= kSmallBlocks && num_rows <= kFewRows;
+        return is_small && kernels.num_streams < kShareBlocks ? kShareBlocks / 2 : std::int64_t{kShareBlocks};
+    }
+
+    static std::int64_t first_block(std::int64_t num_blocks, std::int64_t unit, const Team& team, int rank) {
+        return split((num_blocks + unit - 1) / unit, rank, team.size()).begin * unit;
     }
 
     void fetch_linear(const PackedWeight& weight, const Team& team, int rank) const {
-        fetch(weight, first_block(weight.num_blocks(), team, rank));
+        fetch(weight, first_block(weight.num_blocks(), unit_of(weight), team, rank));
     }
 
     void fetch_projection(const Layer& layer, const Team& team, int rank) const {
@@ -205,7 +213,7 @@ class Pass {
     }
 
     void fetch_gates(const Layer& layer, const Team& team, int rank) const {
-        const std::int64_t blocks = sizes.inner / kLanes, block = first_block(blocks, team, rank);
+        const std::int64_t blocks = sizes.inner / kLanes, block = first_block(blocks, kShareBlocks, team, rank);
         fetch(*layer.gate_up, block, kFetchBytes / 2);
         fetch(*layer.gate_up, blocks + block, kFetchBytes / 2);
     }
@@ -214,8 +222,10 @@ class Pass {
     void linear(const PackedWeight& weight, Rows rows, const float* bias, const float* residual, float* out, Team& team, int rank,
                 Last&& last) const {
         const LinearJob job = linear_job(weight, rows.data, rows.stride, num_rows, bias, residual, out, weight.num_outputs);
+        const std::int64_t unit = unit_of(weight), num_blocks = weight.num_blocks();
         team.share_then(
-            rank, num_shares(weight.num_blocks()), [&](std::int64_t item) { run_share(kernels, weight, job, item); }, last);
+            rank, (num_blocks + unit - 1) / unit,
+            [&](std::int64_t item) { run_linear(kernels, weight, job, item * unit, std::min((item + 1) * unit, num_blocks)); }, last);
     }
 
     void linear(const PackedWeight& weight, Rows rows, const float* bias, const float* residual, float* out, Team& team,

@@ -31,12 +31,15 @@ class SlabBytes {
     std::uint8_t* bytes_ = nullptr;
 };
 
+class HeadScreen;
+
 // An [N, K] matrix in blocks of 16 outputs; the last block is padded with zeros.
 struct PackedWeight {
     Storage storage = Storage::kFloats;
     std::int64_t num_outputs = 0, num_inputs = 0;
     SlabBytes bytes;
     mutable std::unique_ptr<float[]> share_norms;  // head.cpp's; read and set by whoever has the pool
+    std::shared_ptr<const HeadScreen> screen;      // of a language model's head, or null
 
     PackedWeight(Storage storage, std::int64_t n, std::int64_t k);                      // zeroed memory of its own
     PackedWeight(Storage storage, std::int64_t n, std::int64_t k, const std::uint8_t* packed);  // borrowed memory

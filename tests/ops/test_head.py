@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 pytest.importorskip("sakiyomi._native", reason="the native kernels are not built")
 
 from sakiyomi.ops.base import THE_BEST_ROW, Ops, RowChoice
-from sakiyomi.ops.native import NativeOps, list_isas
+from sakiyomi.ops.native import NativeOps, Packed, list_isas
 from sakiyomi.types import Quantized
 
 native = import_module("sakiyomi._native")
@@ -275,6 +275,197 @@ def test_any_head(seed: int, n: int, groups: int, top: int, rows: int, spread: f
     order[rng.integers(0, n, min(tied, n))] = rng.integers(0, n, min(tied, n))
     x = normal(rng, rows, 32 * groups) * np.float32(scale) * np.exp(3 * normal(rng, rows, 32 * groups))
     assert_best(x, normal(rng, 32 * groups), NativeOps().weight(source.rows(order)))
+
+
+def screened(ops: NativeOps, source: Quantized, norm: Floats) -> Any:
+    """A head with its coarse copy."""
+    head = native.PackedWeight.from_quantized([(source.values, source.scales, source.mins)], True)
+    native.set_screen(head, native.make_screen(head, norm, ops.threads))
+    return head
+
+
+def heavy_norm(rng: np.random.Generator, k: int) -> Floats:
+    """As models have it: a few columns outweigh the others."""
+    norm = np.abs(normal(rng, k)) + np.float32(0.5)
+    norm[rng.permutation(k)[: k // 8]] *= 12
+    return norm
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    n=st.integers(1, 700),
+    groups=st.integers(8, 20),
+    top=st.sampled_from([2, 17, 256]),
+    rows=st.integers(1, 5),
+    spread=st.sampled_from([1.0, 10.0, 1000.0]),
+    tied=st.integers(0, 400),
+    scale=st.sampled_from([1e-6, 1.0, 1e3]),
+)
+def test_any_screened_head(
+    seed: int, n: int, groups: int, top: int, rows: int, spread: float, tied: int, scale: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    source = make_head(rng, n, 32 * groups, top, spread)
+    order = np.arange(n)
+    order[rng.integers(0, n, min(tied, n))] = rng.integers(0, n, min(tied, n))
+    x = normal(rng, rows, 32 * groups) * np.float32(scale) * np.exp(3 * normal(rng, rows, 32 * groups))
+    norm = heavy_norm(rng, 32 * groups)
+    assert_best(x, norm, screened(NativeOps(threads=2), source.rows(order), norm))
+
+
+def round_coarsely(row: Floats) -> Floats:
+    """As the coarse copy rounds groups of 32 numbers to 4 bits."""
+    groups = row.reshape(-1, 32)
+    low = groups.min(axis=1, keepdims=True).astype(np.float16).astype(np.float32)
+    steps = ((groups.max(axis=1, keepdims=True) - low) / 15).astype(np.float16).astype(np.float32)
+    return (np.clip(np.rint((groups - low) / steps), 0, 15) * steps + low).reshape(row.shape)
+
+
+class Contest:
+    """Outputs of which two matter, `target` and `decoy`; the norm keeps columns in their order, 64 fine ones first."""
+
+    k, fine, n = 384, 64, 4 * SHARE
+
+    def __init__(self, rng: np.random.Generator, target: int, decoy: int) -> None:
+        self.source = make_head(rng, self.n, self.k)
+        self.target, self.decoy = target, decoy
+        self.source.scales[:], self.source.mins[:] = np.float16(1e-6), np.float16(-1.28e-4)
+        self.norm = np.linspace(2, 1, self.k, dtype=np.float32)
+
+    def put(self, row: int, values: npt.NDArray[np.float64], step: float, middle: float) -> Floats:
+        self.source.values[row] = values
+        self.source.scales[row] = np.float16(step)
+        self.source.mins[row] = -np.float16(step) * np.float16(middle)
+        return self.source.dequantize()[row]
+
+    def run(self, normed: Floats, share: float) -> None:
+        """Give the decoy that share of the target's logit by its scale, and find the target nevertheless.
+
+        Args:
+            normed: the row that the head reads, up to a factor.
+        """
+        ops = NativeOps(threads=1)
+        x = (normed / self.norm)[None].astype(np.float32)
+        # The columns' lengths are those of this output, whose logit is below 0.
+        self.put(self.n - 1, np.full(self.k, 255.0 if normed.sum() < 0 else 0.0), 2.0**-6, 127.5)
+        largest, unit = ops.normed_logits(x, self.norm, EPS, ops.weight(self.source))[0, [self.target, self.decoy]]
+        scale = np.float16(self.source.scales[self.decoy, 0] * share * largest / unit)
+        self.source.mins[self.decoy] *= scale / self.source.scales[self.decoy]
+        self.source.scales[self.decoy] = scale
+        head = screened(ops, self.source, self.norm)
+        logits = ops.normed_logits(x, self.norm, EPS, head)[0]
+        assert logits.argmax() == self.target
+        assert logits[self.decoy] > (share - 0.01) * logits[self.target]
+        assert_best(x, self.norm, head)
+
+
+def test_an_output_along_what_rounding_took_away(rng: np.random.Generator) -> None:
+    """The worst case: the copy sees little of the largest logit, and all of one that is hardly smaller."""
+    num_tried = 0
+    for trial in range(60):
+        contest = Contest(rng, SHARE * (trial % 3) + trial, SHARE * ((trial + 1) % 3) + 2)
+        weight = contest.put(contest.target, rng.integers(0, 256, contest.k).astype(float), 2.0**-10, 127.5)
+        rest = weight - round_coarsely(weight)
+        rest[: contest.fine] = 0
+        if not -0.5 < ((weight - rest) @ rest) / (rest @ rest) < 0.05:
+            continue  # the copy sees much of it, or it is not the largest
+        num_tried += 1
+        contest.put(contest.decoy, np.rint(127.5 + 127.5 * rest / np.abs(rest).max()), 2.0**-10, 127.5)
+        contest.run(rest, 0.98)
+    assert num_tried >= 5
+
+
+def test_an_output_along_what_the_copy_reads_wrongly_of_a_row(rng: np.random.Generator) -> None:
+    """Its weights have 16 values, so that the copy holds them exactly; the row's inputs are what it rounds."""
+    num_tried = 0
+    for trial in range(40):
+        contest = Contest(rng, trial, SHARE + trial)
+        normed = normal(rng, contest.k)
+        normed[: contest.fine] = 0
+        normed[contest.fine :: 32] *= 8
+        groups = normed.reshape(-1, 32)
+        steps = np.maximum(np.abs(groups).max(axis=1, keepdims=True), 1e-9) / 127
+        read = (np.rint(groups / steps) * steps).reshape(-1)
+        missed = (normed - read).reshape(-1, 32)
+        low, high = missed.min(axis=1, keepdims=True), missed.max(axis=1, keepdims=True)
+        levels = np.rint(15 * (missed - low) / np.maximum(high - low, 1e-9)).reshape(-1)
+        weight = contest.put(contest.target, levels * 17, 2.0**-10, 127.5)
+        contest.put(contest.decoy, np.rint(128 + 127 * read / np.abs(read).max()), 2.0**-10, 128)
+        gap, logit = weight @ missed.reshape(-1), weight @ normed
+        if gap < 0.02 * logit or logit < 0.05:
+            continue  # too near to tell apart in half precision, or not the largest
+        num_tried += 1
+        contest.run(normed, 1 - 0.2 * gap / logit)
+    assert num_tried >= 5
+
+
+def test_a_screen_leaves_few_outputs(rng: np.random.Generator) -> None:
+    """Otherwise these tests would pass by deciding everything; and it must be the copy that is asked."""
+    norm = heavy_norm(rng, 576)
+    source, x, ops = make_head(rng, 20_000, 576), normal(rng, 40, 576), NativeOps(threads=2)
+    plain, head = ops.weight(source), screened(ops, source, norm)
+    counts = [[count_decided(ops, row[None], norm, weight)[1] for row in x] for weight in (plain, head)]
+    assert np.median(counts[1]) < 20_000 / 16 / 10
+    assert counts[0] != counts[1]
+    assert count_decided(ops, x[:5], norm, head) == count_decided(ops, x[:5], norm, plain)  # too many rows for it
+
+
+def test_what_a_screen_cannot_copy(rng: np.random.Generator) -> None:
+    ops, norm = NativeOps(threads=2), np.ones(288, np.float32)
+    for place, bad in ((0, np.nan), (130, np.inf), (299, -np.inf), (299, 6e4)):
+        source = make_head(rng, 300, 288)
+        source.scales[place, 1] = bad
+        assert native.make_screen(ops.weight(source), norm, 2) is None
+    assert native.make_screen(ops.weight(make_head(rng, 300, 288, top=16)), norm, 2) is None  # has 4 bits already
+    assert native.make_screen(ops.weight(make_head(rng, 300, 224)), norm[:224].copy(), 2) is None
+    assert native.make_screen(NativeOps(dtype="float32").weight(normal(rng, 300, 288)), norm, 2) is None
+
+
+def test_mistaken_screens_raise(rng: np.random.Generator) -> None:
+    ops, norm = NativeOps(threads=1), np.ones(288, np.float32)
+    head = ops.weight(make_head(rng, 300, 288))
+    screen = native.make_screen(head, norm, 1)
+    damaged = native.new_bytes(screen.size)
+    damaged[:] = screen
+    damaged[64:68] = 255
+    for weight, given_screen, message in (
+        (head, screen[:-64], "number of bytes"),
+        (head, damaged, "no bytes of a coarse copy"),
+        (ops.weight(make_head(rng, 284, 288)), screen, "number of bytes"),
+        (ops.weight(make_head(rng, 300, 288, top=16)), screen, "no coarse copy"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            native.set_screen(weight, given_screen)
+    with pytest.raises(ValueError, match="norm's weight"):
+        native.make_screen(head, norm[:32].copy(), 1)
+
+
+class Shelf(dict[str, Packed]):
+    """Keeps packed weights in memory."""
+
+    def find(self, name: str) -> Packed | None:
+        return self.get(name)
+
+    def add(self, name: str, packed: Packed) -> None:
+        self[name] = packed
+
+
+def test_a_screen_is_kept_for_the_next_start(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, norm, shelf = make_head(rng, 1000, 288), np.ones(288, np.float32), Shelf()
+    x = normal(rng, 1, 288)
+    for least, names in ((1 << 30, set()), (1 << 10, {"screen"})):
+        monkeypatch.setattr("sakiyomi.ops.native.MIN_SCREENED_BYTES", least)
+        ops = NativeOps(threads=2, store=shelf)
+        head = ops.weight(source)
+        ops.prepare_head("screen", head, norm)
+        assert set(shelf) == names
+    expected = count_decided(ops, x, norm, head)
+    assert expected != count_decided(ops, x, norm, ops.weight(source))
+    monkeypatch.setattr(native, "make_screen", None)  # the kept one is taken
+    again = ops.weight(source)
+    ops.prepare_head("screen", again, norm)
+    assert count_decided(ops, x, norm, again) == expected
 
 
 def test_lengths_of_the_weights_are_found_once_by_whoever_is_first(rng: np.random.Generator) -> None:

@@ -198,6 +198,7 @@ class Decoder:
         self.norm = loader.vector("model.norm.weight")
         self.embedding = loader.rows("model.embed_tokens.weight", self.vocab_size)
         self.head = self.embedding if config.tied else loader.rows("lm_head.weight", self.vocab_size)
+        ops.prepare_head(f"head[:{self.vocab_size}] screen", self.head, self.norm)
 
     def forward(
         self,

@@ -418,6 +418,14 @@ class Ops(ABC):
         """`weight(load())`; an implementation may keep what it made under `name` and load nothing the next time."""
         return self.weight(load())
 
+    def prepare_head(self, name: str, head: Weight, norm: Array) -> None:
+        """Expect rows normed with `norm` [H] to go through `head` [N, H].
+
+        An implementation may make what finds their ids faster, and keep it under `name` as `named_weight` does. No
+        result depends on it.
+        """
+        return
+
     @abstractmethod
     def to_numpy(self, x: Array) -> npt.NDArray[np.float32]:
         """A float32 numpy array of the same values."""

@@ -60,6 +60,8 @@ KEY_BLOCK = 32
 """Positions of a cache in 8 bits that lie together."""
 LEAST_PAGED = 1 << 20
 """Bytes of a cache from which on it has pages of its own."""
+MIN_SCREENED_BYTES = 4 << 20
+"""Of heads that have a coarse copy; smaller ones stay in the caches."""
 ROPE_BLOCK = 1024
 _LARGEST_HALF = 65504.0
 _MAX_FORMS = 16
@@ -169,6 +171,17 @@ class NativeOps(Ops):
         if self._store is not None:
             self._store.add(name, Packed(weight.value_bits, weight.shape, weight.packed))
         return weight
+
+    def prepare_head(self, name: str, head: Any, norm: Floats) -> None:
+        if head.num_bytes < MIN_SCREENED_BYTES:
+            return
+        kept = None if self._store is None else self._store.find(name)
+        screen = _native.make_screen(head, norm, self.threads) if kept is None else kept.data
+        if screen is None:
+            return
+        _native.set_screen(head, screen)
+        if kept is None and self._store is not None:
+            self._store.add(name, Packed(8, head.shape, screen))
 
     def to_numpy(self, x: Floats) -> Floats:
         return x
