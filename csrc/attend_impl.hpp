@@ -95,7 +95,7 @@ struct Fetcher {
                 end = values = values_end;
                 if (next >= end) return;
             }
-            prefetch_far(next);
+            prefetch(next);
         }
     }
 };

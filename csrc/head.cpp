@@ -40,6 +40,7 @@ constexpr double kRoundingSlack = 1e-6;  // of sums and quotients of doubles bel
 constexpr double kLargestScore = 1e4;    // up to which floats bound scores to a hundredth
 constexpr float kUnderflow = 1e-30f;    // more than all results too small for a float can lose
 constexpr std::int64_t kRunShares = 16;
+constexpr std::int64_t kScreenPause = 16;  // searches without the copy after one in which it decided too little
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // Sums over a group of 32 values of each of 16 outputs.
@@ -456,9 +457,12 @@ std::int64_t find_ids(const float* x, std::int64_t num_rows, const PackedWeight&
     std::unique_ptr<float[]> new_norms;
     if (is_quantized && !weight.share_norms) new_norms.reset(new float[static_cast<std::size_t>(num_shares)]);
 
-    const HeadScreen* screen = num_rows <= kScreenedRows && bounds == nullptr ? weight.screen.get() : nullptr;
-    for (std::int64_t row = 0; choices != nullptr && row < num_rows; ++row)
-        if (choices[row].temperature != 0) screen = nullptr;
+    const bool draws = choices != nullptr && std::any_of(choices, choices + num_rows, [](const RowChoice& one) { return one.temperature != 0; });
+    const HeadScreen* screen = num_rows <= kScreenedRows && bounds == nullptr && !draws ? weight.screen.get() : nullptr;
+    if (screen != nullptr && weight.screen_pause > 0) {
+        --weight.screen_pause;
+        screen = nullptr;
+    }
     const std::int64_t term_bytes = is_quantized ? QuantizedRows::num_bytes(width, num_rows) : 0;
     const std::int64_t normed_bytes = (num_rows * width * 4 + 63) / 64 * 64, sums_bytes = num_rows * kShareOutputs * 4;
     const std::int64_t rank_bytes = sums_bytes + 2 * term_bytes;
@@ -532,6 +536,7 @@ std::int64_t find_ids(const float* x, std::int64_t num_rows, const PackedWeight&
     }
     std::int64_t num_decided = 0;
     for (const Desk& desk : search.desks) num_decided += desk.num_decided;
+    if (screen != nullptr && num_decided * weight.block_bytes() > (weight.num_bytes() - screen->num_bytes()) / 2) weight.screen_pause = kScreenPause;
     return num_decided;
 }
 

@@ -53,9 +53,9 @@ struct LinearJob {
 // The most that outputs of a head may be, by its coarse copy (screen.hpp): y[r, n] = the copy's row n times x[r], and lengths
 // of n times those of x[r]. The fine columns are read by two terms of each row.
 struct ScreenJob {
-    const uint8_t* blocks;        // each: fine groups, coarse groups, 16 lengths of coarse and 16 of fine columns in half precision
+    const uint8_t* blocks;        // each: fine groups, coarse pairs of groups, then 16 lengths of coarse and 16 of fine columns
     int64_t block_bytes;
-    int64_t num_fine_groups, num_coarse_groups;
+    int64_t num_fine_groups, num_coarse_pairs;
     const uint8_t* fine_inputs;   // quantized rows, 2 * num_rows: row r's terms are rows 2 r and 2 r + 1
     const uint8_t* coarse_inputs; // quantized rows, num_rows
     int64_t num_rows;             // 1 to kScreenedRows
@@ -64,6 +64,9 @@ struct ScreenJob {
     float* outputs;               // whole blocks
     int64_t output_stride;
 };
+
+// Two groups of nibbles, and the halves that both have.
+enum { kScreenPairBytes = kLanes * kGroup + kHalvesBytes };
 
 // Attention of up to four query heads of each of a few rows over those keys of one key/value head that lie in one chunk:
 // positions from `begin` (a multiple of kKeyChunk) to `begin` + kKeyChunk - 1.

@@ -17,10 +17,10 @@ namespace {
 constexpr std::int64_t kLeastInputs = 8 * kGroup;
 constexpr double kUpwards = 1 + 1e-6;  // what sums of doubles and a rounding to single precision may lose
 
-// A group of 32 numbers as unsigned values of `bits` bits, a scale and a min. Returns the square of what rounding took
-// away, or a nan where they do not fit.
-double round_group(const float* x, int bits, std::uint8_t* values, std::uint16_t* halves) {
-    const auto [low, high] = std::minmax_element(x, x + kGroup);
+// `count` numbers as unsigned values of `bits` bits, a scale and a min. Returns the square of what rounding took away, or a
+// nan where they do not fit.
+double round_numbers(const float* x, std::int64_t count, int bits, std::uint8_t* values, std::uint16_t* halves) {
+    const auto [low, high] = std::minmax_element(x, x + count);
     const int most = (1 << bits) - 1;
     halves[1] = float_to_half(*low);
     const float min = half_to_float(halves[1]);
@@ -28,7 +28,7 @@ double round_group(const float* x, int bits, std::uint8_t* values, std::uint16_t
     const float scale = half_to_float(halves[0]), inverse = scale == 0 ? 0.0f : 1.0f / scale;
     if (!std::isfinite(scale) || !std::isfinite(min) || !std::isfinite(inverse)) return std::nan("");
     double square = 0;
-    for (int i = 0; i < kGroup; ++i) {
+    for (std::int64_t i = 0; i < count; ++i) {
         const float wanted = std::nearbyint((x[i] - min) * inverse);
         values[i] = static_cast<std::uint8_t>(std::min(std::max(wanted, 0.0f), static_cast<float>(most)));
         const double left = static_cast<double>(x[i]) - (static_cast<double>(scale) * values[i] + min);
@@ -38,10 +38,10 @@ double round_group(const float* x, int bits, std::uint8_t* values, std::uint16_t
 }
 
 // The square of the length of |scale| * value + |min|.
-double size_of_group(const std::uint8_t* values, const std::uint16_t* halves) {
+double size_of(const std::uint8_t* values, std::int64_t count, const std::uint16_t* halves) {
     const double scale = std::fabs(half_to_float(halves[0])), low = std::fabs(half_to_float(halves[1]));
     double square = 0;
-    for (int i = 0; i < kGroup; ++i) square += (scale * values[i] + low) * (scale * values[i] + low);
+    for (std::int64_t i = 0; i < count; ++i) square += (scale * values[i] + low) * (scale * values[i] + low);
     return square;
 }
 
@@ -51,25 +51,59 @@ std::uint16_t half_above(double x) {
     return half_to_float(half) < x * kUpwards ? static_cast<std::uint16_t>(half + 1) : half;
 }
 
-// A group of an output, as kernels.hpp lays it out.
-struct Group {
-    std::uint8_t values[kGroup];
-    std::uint16_t halves[2];
+// The values of one output in a group, as kernels.hpp lays them out.
+void put_values(const std::uint8_t* values, Storage storage, std::int64_t lane, std::uint8_t* group) {
+    for (int i = 0; storage == Storage::kNibbles && i < kGroup / 2; ++i)
+        group[(i / 4 * kLanes + lane) * 4 + i % 4] = static_cast<std::uint8_t>(values[i] | values[i + kGroup / 2] << 4);
+    for (int quad = 0; storage == Storage::kBytes && quad < kGroup / 4; ++quad) std::memcpy(group + (quad * kLanes + lane) * 4, values + quad * 4, 4);
+}
 
-    static Group read(const std::uint8_t* bytes, std::int64_t lane) {
-        Group group;
-        for (int quad = 0; quad < kGroup / 4; ++quad) std::memcpy(group.values + quad * 4, bytes + (quad * kLanes + lane) * 4, 4);
-        for (int i = 0; i < 2; ++i) std::memcpy(group.halves + i, bytes + value_bytes(Storage::kBytes) + (i * kLanes + lane) * 2, 2);
-        return group;
-    }
+void put_halves(const std::uint16_t* halves, std::int64_t lane, std::uint8_t* place) {
+    for (int i = 0; i < 2; ++i) std::memcpy(place + (i * kLanes + lane) * 2, halves + i, 2);
+}
 
-    void write(std::uint8_t* bytes, std::int64_t lane, Storage storage) const {
-        for (int i = 0; storage == Storage::kNibbles && i < kGroup / 2; ++i)
-            bytes[(i / 4 * kLanes + lane) * 4 + i % 4] = static_cast<std::uint8_t>(values[i] | values[i + kGroup / 2] << 4);
-        for (int quad = 0; storage == Storage::kBytes && quad < kGroup / 4; ++quad) std::memcpy(bytes + (quad * kLanes + lane) * 4, values + quad * 4, 4);
-        for (int i = 0; i < 2; ++i) std::memcpy(bytes + value_bytes(storage) + (i * kLanes + lane) * 2, halves + i, 2);
+// The square of the size of an output of the head.
+double size_of_output(const PackedWeight& head, std::int64_t n) {
+    const std::uint8_t* group = head.bytes.get() + n / kLanes * head.block_bytes();
+    const std::int64_t lane = n % kLanes;
+    double square = 0;
+    for (const std::uint8_t* end = group + head.block_bytes(); group < end; group += group_bytes(Storage::kBytes)) {
+        std::uint8_t values[kGroup];
+        std::uint16_t halves[2];
+        for (int quad = 0; quad < kGroup / 4; ++quad) std::memcpy(values + quad * 4, group + (quad * kLanes + lane) * 4, 4);
+        for (int i = 0; i < 2; ++i) std::memcpy(halves + i, group + value_bytes(Storage::kBytes) + (i * kLanes + lane) * 2, 2);
+        square += size_of(values, kGroup, halves);
     }
+    return square;
+}
+
+// What making the copy of an output found: squares of lengths.
+struct Copied {
+    double fine = 0, coarse = 0;  // of what rounding took away
+    double size = 0;
 };
+
+// Writes lane `lane` of a block, whose columns are ordered.
+Copied copy_output(const float* columns, std::int64_t num_columns, std::int64_t num_fine, std::int64_t lane, std::uint8_t* block) {
+    Copied copied;
+    std::uint8_t values[2 * kGroup];
+    std::uint16_t halves[2];
+    for (std::int64_t k = 0; k < num_fine; k += kGroup, block += group_bytes(Storage::kBytes)) {
+        copied.fine += round_numbers(columns + k, kGroup, 8, values, halves);
+        copied.size += size_of(values, kGroup, halves);
+        put_values(values, Storage::kBytes, lane, block);
+        put_halves(halves, lane, block + value_bytes(Storage::kBytes));
+    }
+    for (std::int64_t k = num_fine; k < num_columns; k += 2 * kGroup, block += kScreenPairBytes) {
+        copied.coarse += round_numbers(columns + k, 2 * kGroup, 4, values, halves);
+        copied.size += size_of(values, 2 * kGroup, halves);
+        for (int i = 0; i < 2; ++i) put_values(values + i * kGroup, Storage::kNibbles, lane, block + i * value_bytes(Storage::kNibbles));
+        put_halves(halves, lane, block + 2 * value_bytes(Storage::kNibbles));
+    }
+    const std::uint16_t lengths[2] = {half_above(std::sqrt(copied.coarse)), half_above(std::sqrt(copied.fine))};
+    put_halves(lengths, lane, block);
+    return copied;
+}
 
 // Columns in the order in which they weigh most in logits: as long as the norm makes their inputs, times their own length.
 std::vector<std::int32_t> order_columns(const PackedWeight& head, const float* norm) {
@@ -100,7 +134,7 @@ std::int64_t HeadScreen::num_bytes(std::int64_t num_outputs, std::int64_t num_in
 }
 
 bool HeadScreen::make(const PackedWeight& head, const float* norm, std::uint8_t* bytes, int num_threads) {
-    const std::int64_t width = head.num_inputs, num_fine = fine_columns(width), num_groups = width / kGroup;
+    const std::int64_t width = head.num_inputs, num_fine = fine_columns(width);
     const std::vector<std::int32_t> order = order_columns(head, norm);
     std::memset(bytes, 0, static_cast<std::size_t>(num_bytes(head.num_outputs, width)));
     ScreenHeader* header = reinterpret_cast<ScreenHeader*>(bytes);
@@ -114,28 +148,13 @@ bool HeadScreen::make(const PackedWeight& head, const float* norm, std::uint8_t*
     lease.run([&](Team& team, int rank) {
         std::vector<float> row(static_cast<std::size_t>(width)), ordered(row.size());
         team.share(rank, head.num_blocks(), [&](std::int64_t block) {
-            std::uint8_t* target = bytes + (screen.block(block) - bytes);
-            std::uint16_t* lengths = reinterpret_cast<std::uint16_t*>(target + screen.block_bytes() - kLengthsBytes);
             double& size = sizes[static_cast<std::size_t>(block)];
-            for (std::int64_t lane = 0; lane < kLanes && block * kLanes + lane < head.num_outputs; ++lane) {
-                unpack_row(head, block * kLanes + lane, row.data());
+            for (std::int64_t n = block * kLanes; n < std::min((block + 1) * kLanes, head.num_outputs); ++n) {
+                unpack_row(head, n, row.data());
                 for (std::size_t k = 0; k < row.size(); ++k) ordered[k] = row[static_cast<std::size_t>(order[k])];
-                double squares[2] = {}, own_size = 0, copy_size = 0;  // of coarse and fine columns
-                std::uint8_t* place = target;
-                for (std::int64_t g = 0; g < num_groups; ++g) {
-                    const bool is_fine = g * kGroup < num_fine;
-                    const Storage storage = is_fine ? Storage::kBytes : Storage::kNibbles;
-                    Group group;
-                    squares[is_fine] += round_group(ordered.data() + g * kGroup, is_fine ? 8 : 4, group.values, group.halves);
-                    group.write(place, lane, storage);
-                    place += group_bytes(storage);
-                    copy_size += size_of_group(group.values, group.halves);
-                    const Group own = Group::read(head.bytes.get() + block * head.block_bytes() + g * group_bytes(Storage::kBytes), lane);
-                    own_size += size_of_group(own.values, own.halves);
-                }
-                for (int i = 0; i < 2; ++i) lengths[i * kLanes + lane] = half_above(std::sqrt(squares[i]));
-                size = std::max(size, std::sqrt(std::max(own_size, copy_size)));
-                if (!std::isfinite(squares[0] + squares[1] + own_size)) size = INFINITY;
+                const Copied copied = copy_output(ordered.data(), width, num_fine, n % kLanes, bytes + (screen.block(block) - bytes));
+                const double largest = std::sqrt(std::max(size_of_output(head, n), copied.size));
+                size = std::isfinite(largest + copied.fine + copied.coarse) ? std::max(size, largest) : INFINITY;
             }
         });
     });

@@ -2,24 +2,29 @@
 namespace {
 
 using sakiyomi::ScreenJob;
+using sakiyomi::kScreenPairBytes;
 
 // Fetches what the next tile reads where this one reads `num_bytes` at `here`.
 inline void fetch_behind(const uint8_t* here, int64_t num_bytes) {
     for (int64_t line = 0; line < num_bytes; line += 64) prefetch(here + kNarrowAheadBytes + line);
 }
 
-// Adds a group of one block to the totals; of the copy's inputs, `input_rows` rows of `ROWS * TERMS` count for ROWS totals.
-template <Storage STORAGE, int ROWS, int TERMS>
+// Adds groups of one block that share a scale and a min to the totals, each of which counts TERMS of the rows of inputs.
+template <Storage STORAGE, int ROWS, int TERMS, int GROUPS>
 inline void add_screened(const uint8_t* weights, const uint8_t* inputs, Vf* totals) {
     enum { kInputRows = ROWS * TERMS };
-    Vi sums[kInputRows][1];
-    dot_group<STORAGE, kInputRows, 1>(weights, 0, reinterpret_cast<const int8_t*>(inputs), sums);
-    const float* scales = reinterpret_cast<const float*>(inputs + kInputRows * kGroup);
-    const uint16_t* halves = reinterpret_cast<const uint16_t*>(weights + value_bytes(STORAGE));
+    const uint16_t* halves = reinterpret_cast<const uint16_t*>(weights + GROUPS * value_bytes(STORAGE));
     const Vf scale = load(halves), low = load(halves + kLanes);
+    for (int group = 0; group < GROUPS; ++group) {
+        Vi sums[kInputRows][1];
+        dot_group<STORAGE, kInputRows, 1>(weights, 0, reinterpret_cast<const int8_t*>(inputs), sums);
+        const float* scales = reinterpret_cast<const float*>(inputs + kInputRows * kGroup);
 #pragma GCC unroll 8
-    for (int r = 0; r < kInputRows; ++r)
-        totals[r / TERMS] = add_group(totals[r / TERMS], to_float(sums[r][0]), scale, low, scales + r, scales + kInputRows + r);
+        for (int r = 0; r < kInputRows; ++r)
+            totals[r / TERMS] = add_group(totals[r / TERMS], to_float(sums[r][0]), scale, low, scales + r, scales + kInputRows + r);
+        weights += value_bytes(STORAGE);
+        inputs += input_group_bytes(kInputRows);
+    }
 }
 
 template <int ROWS>
@@ -32,14 +37,14 @@ void screen_tile(const ScreenJob& job, int64_t first_block, int64_t last_block) 
         for (Vf& total : totals) total = set1(0.0f);
         for (int64_t group = 0; group < job.num_fine_groups; ++group, weights += group_bytes(Storage::kBytes)) {
             fetch_behind(weights, group_bytes(Storage::kBytes));
-            add_screened<Storage::kBytes, ROWS, kTerms>(weights, inputs, totals);
+            add_screened<Storage::kBytes, ROWS, kTerms, 1>(weights, inputs, totals);
             inputs += input_group_bytes(ROWS * kTerms);
         }
         inputs = job.coarse_inputs;
-        for (int64_t group = 0; group < job.num_coarse_groups; ++group, weights += group_bytes(Storage::kNibbles)) {
-            fetch_behind(weights, group_bytes(Storage::kNibbles));
-            add_screened<Storage::kNibbles, ROWS, 1>(weights, inputs, totals);
-            inputs += input_group_bytes(ROWS);
+        for (int64_t pair = 0; pair < job.num_coarse_pairs; ++pair, weights += kScreenPairBytes) {
+            fetch_behind(weights, kScreenPairBytes);
+            add_screened<Storage::kNibbles, ROWS, 1, 2>(weights, inputs, totals);
+            inputs += 2 * input_group_bytes(ROWS);
         }
         fetch_behind(weights, 4 * kLanes);
         const uint16_t* lengths = reinterpret_cast<const uint16_t*>(weights);

@@ -411,6 +411,18 @@ def test_a_screen_leaves_few_outputs(rng: np.random.Generator) -> None:
     assert count_decided(ops, x[:5], norm, head) == count_decided(ops, x[:5], norm, plain)  # too many rows for it
 
 
+def test_a_screen_that_decides_little_is_left_out_for_a_while(rng: np.random.Generator) -> None:
+    """No column outweighs the others here, so that it costs more than it saves; the ids stay those of the head."""
+    ops, norm, x = NativeOps(threads=2), np.ones(288, np.float32), normal(rng, 1, 288)
+    source = make_head(rng, 3000, 288)
+    head = screened(ops, source, norm)
+    plain = count_decided(ops, x, norm, ops.weight(source))
+    found = [count_decided(ops, x, norm, head) for _ in range(35)]
+    assert [ids for ids, _ in found] == [plain[0]] * 35
+    with_it = [count != plain[1] for _, count in found]
+    assert with_it == [i % 17 == 0 for i in range(35)]
+
+
 def test_what_a_screen_cannot_copy(rng: np.random.Generator) -> None:
     ops, norm = NativeOps(threads=2), np.ones(288, np.float32)
     for place, bad in ((0, np.nan), (130, np.inf), (299, -np.inf), (299, 6e4)):
