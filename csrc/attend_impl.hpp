@@ -165,17 +165,20 @@ struct Seen {
     }
 };
 
-// 2^x for x <= 0 to some 18 bits, where a weight keeps 15; what is below 2^-120 counts for that.
-inline Vf exp2_weight(Vf x) {
-    x = max(set1(-120.0f), x);
-    const Vi n = round_to_int(x);
-    const Vf f = sub(x, to_float(n));
-    Vf y = set1(0x1.3997cap-7f);
-    y = fma(y, f, set1(0x1.ca1440p-5f));
-    y = fma(y, f, set1(0x1.ec06dap-3f));
-    y = fma(y, f, set1(0x1.62e0dcp-1f));
-    y = fma(y, f, set1(0x1.ffffe8p-1f));
-    return scale_by_power(y, n);
+// 2^x of COUNT vectors of x <= 0 to some 18 bits, where a weight keeps 15; what is below 2^-120 counts for that. Step by step,
+// since their chains of dependent operations would wait one behind the other.
+template <int COUNT>
+inline void exp2_weights(Vf* x) {
+    constexpr float kTerms[] = {0x1.3997cap-7f, 0x1.ca1440p-5f, 0x1.ec06dap-3f, 0x1.62e0dcp-1f, 0x1.ffffe8p-1f};
+    Vi n[COUNT];
+    Vf y[COUNT];
+    for (int i = 0; i < COUNT; ++i) x[i] = max(set1(-120.0f), x[i]);
+    for (int i = 0; i < COUNT; ++i) n[i] = round_to_int(x[i]);
+    for (int i = 0; i < COUNT; ++i) x[i] = sub(x[i], to_float(n[i]));
+    for (int i = 0; i < COUNT; ++i) y[i] = fma(set1(kTerms[0]), x[i], set1(kTerms[1]));
+    for (int term = 2; term < 5; ++term)
+        for (int i = 0; i < COUNT; ++i) y[i] = fma(y[i], x[i], set1(kTerms[term]));
+    for (int i = 0; i < COUNT; ++i) x[i] = scale_by_power(y[i], n[i]);
 }
 
 // Pages are small and chunks lie in two or three of them, so that what a machine fetches by itself comes late.
@@ -221,13 +224,14 @@ struct Softmax {
             for (int64_t i = 0; i < kKeyBlock; i += kLanes) {
                 const Vf scale = load(value_scales[b] + i);
                 flaw = fma(scale, set1(0.0f), flaw);
+                Vf weight[HEADS];
+                for (int h = 0; h < HEADS; ++h) weight[h] = fma(load(scores[h] + b * kKeyBlock + i), set1(kLog2E), shift[h]);
+                exp2_weights<HEADS>(weight);
                 for (int h = 0; h < HEADS; ++h) {
-                    float* score = scores[h] + b * kKeyBlock + i;
-                    const Vf weight = exp2_weight(fma(load(score), set1(kLog2E), shift[h]));
-                    const Vf scaled = mul(weight, scale);
-                    total[h] = add(total[h], weight);
+                    const Vf scaled = mul(weight[h], scale);
+                    total[h] = add(total[h], weight[h]);
                     most[h] = max(most[h], scaled);
-                    store(score, scaled);
+                    store(scores[h] + b * kKeyBlock + i, scaled);
                 }
             }
         const float nan_or_zero = reduce_add(flaw);  // integers know no nan; one of a score is in the total

@@ -680,22 +680,22 @@ void join_parts(const float* parts, int64_t count, int64_t head_dim, float* stat
     const int64_t step = part_floats(head_dim);
     for (int64_t first = 0; first < count; first += kLanes) {
         const int64_t end = min_of(first + kLanes, count);
-        // One of the two factors is 1, the other e to the power of minus the difference of what both are relative to.
-        alignas(64) float factors[kLanes] = {};
+        // e to the power of what each is below the larger of both; one of them is 1. No branches: which, is hard to foretell.
+        alignas(64) float kept[kLanes] = {}, added[kLanes] = {};
         for (int64_t i = first; i < end; ++i) {
-            const float before = states[i * step], now = parts[i * step];
-            factors[i - first] = now > before ? before - now : now - before;
+            const float before = states[i * step], now = parts[i * step], largest = now > before ? now : before;
+            kept[i - first] = before - largest;
+            added[i - first] = now - largest;
         }
-        store(factors, exp_clamped(load(factors)));
+        store(kept, exp_clamped(load(kept)));
+        store(added, exp_clamped(load(added)));
         for (int64_t i = first; i < end; ++i) {
             const float* part = parts + i * step;
             float* state = states + i * step;
             if (part[0] == -__builtin_inff()) continue;
-            const bool is_larger = part[0] > state[0];
-            const float kept = is_larger ? factors[i - first] : 1.0f, added = is_larger ? 1.0f : factors[i - first];
-            state[1] = state[1] * kept + part[1] * added;
-            if (is_larger) state[0] = part[0];
-            const Vf before = set1(kept), now = set1(added);
+            state[0] = part[0] > state[0] ? part[0] : state[0];
+            state[1] = state[1] * kept[i - first] + part[1] * added[i - first];
+            const Vf before = set1(kept[i - first]), now = set1(added[i - first]);
             for (int64_t at = kPartHeader; at < step; at += kLanes) store(state + at, fma(load(part + at), now, mul(load(state + at), before)));
         }
     }
