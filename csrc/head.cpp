@@ -536,7 +536,7 @@ std::int64_t find_ids(const float* x, std::int64_t num_rows, const PackedWeight&
     }
     std::int64_t num_decided = 0;
     for (const Desk& desk : search.desks) num_decided += desk.num_decided;
-    if (screen != nullptr && num_decided * weight.block_bytes() > (weight.num_bytes() - screen->num_bytes()) / 2) weight.screen_pause = kScreenPause;
+    if (screen != nullptr && num_decided * weight.block_bytes() > (weight.num_bytes() - screen->num_bytes()) * 3 / 4) weight.screen_pause = kScreenPause;
     return num_decided;
 }
 

@@ -15,7 +15,7 @@ enum {
     kKeyBlock = 32,   // positions in a block of the online softmax
     kKeyChunk = 128,  // positions whose attention is one part, so that threads may share long contexts
     kAttendRows = 8,  // rows that share the conversion of a block
-    kScreenedRows = 4,  // rows whose best ids are sought in the coarse copy of a head first
+    kScreenedRows = 8,  // rows whose best ids are sought in the coarse copy of a head first
     kPartHeader = 16, // floats before the sums of a part: the largest score, the total of the weights
     kMaxHeadDim = 512,
     kChooseBlock = 64,  // logits whose largest is known, and which share the call of a routine

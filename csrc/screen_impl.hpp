@@ -19,7 +19,7 @@ inline void add_screened(const uint8_t* weights, const uint8_t* inputs, Vf* tota
         Vi sums[kInputRows][1];
         dot_group<STORAGE, kInputRows, 1>(weights, 0, reinterpret_cast<const int8_t*>(inputs), sums);
         const float* scales = reinterpret_cast<const float*>(inputs + kInputRows * kGroup);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int r = 0; r < kInputRows; ++r)
             totals[r / TERMS] = add_group(totals[r / TERMS], to_float(sums[r][0]), scale, low, scales + r, scales + kInputRows + r);
         weights += value_bytes(STORAGE);
@@ -61,7 +61,11 @@ void screen_blocks(const ScreenJob* job, int64_t first_block, int64_t last_block
         case 1: return screen_tile<1>(*job, first_block, last_block);
         case 2: return screen_tile<2>(*job, first_block, last_block);
         case 3: return screen_tile<3>(*job, first_block, last_block);
-        default: return screen_tile<4>(*job, first_block, last_block);
+        case 4: return screen_tile<4>(*job, first_block, last_block);
+        case 5: return screen_tile<5>(*job, first_block, last_block);
+        case 6: return screen_tile<6>(*job, first_block, last_block);
+        case 7: return screen_tile<7>(*job, first_block, last_block);
+        default: return screen_tile<8>(*job, first_block, last_block);
     }
 }
 
