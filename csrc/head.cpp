@@ -16,6 +16,7 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <vector>
 
@@ -40,7 +41,8 @@ constexpr double kRoundingSlack = 1e-6;  // of sums and quotients of doubles bel
 constexpr double kLargestScore = 1e4;    // up to which floats bound scores to a hundredth
 constexpr float kUnderflow = 1e-30f;    // more than all results too small for a float can lose
 constexpr std::int64_t kRunShares = 16;
-constexpr std::int64_t kScreenPause = 16;  // searches without the copy after one in which it decided too little
+constexpr std::int64_t kGatheredPart = 3;  // fewer than this part of the rows are copied beside one another
+constexpr std::int64_t kScreenPause = 16;  // searches of as many rows without the copy after one in which it decided too little
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // Sums over a group of 32 values of each of 16 outputs.
@@ -261,7 +263,7 @@ struct Desk {
     std::uint8_t *first, *rest;  // rooms for all rows
     std::vector<Found> found;
     std::vector<std::int32_t> chosen;
-    std::int64_t num_decided = 0;
+    std::int64_t num_decided = 0, num_blocks = 0;  // pairs of a row and a share or block; those read for them
     std::vector<Rival> rivals = {};
 
     const Found& at(std::int64_t row) const { return found[static_cast<std::size_t>(row)]; }
@@ -405,7 +407,12 @@ struct Search {
             for (std::int64_t row = 0; row < num_rows; ++row)
                 if (may_hold(row, share, block_maxima[static_cast<std::size_t>((share * num_rows + row) * kShareBlocks + block - first)]))
                     desk.chosen.push_back(static_cast<std::int32_t>(row));
-            if (!desk.chosen.empty()) decide_chosen(block, outputs_of_block(block), desk);
+            if (desk.chosen.empty()) continue;
+            if (static_cast<std::int64_t>(desk.chosen.size()) * kGatheredPart >= num_rows) {  // all of them are less work than copies of these
+                desk.chosen.resize(static_cast<std::size_t>(num_rows));
+                std::iota(desk.chosen.begin(), desk.chosen.end(), 0);
+            }
+            decide_chosen(block, outputs_of_block(block), desk);
         }
     }
 
@@ -433,6 +440,7 @@ struct Search {
         for (std::int64_t i = 0; i < count; ++i)
             desk.at(desk.chosen[static_cast<std::size_t>(i)]).see(desk.sums + i * kShareOutputs, width, block * kLanes);
         desk.num_decided += count;
+        ++desk.num_blocks;
     }
 
     // A float weight: its outputs are the logits.
@@ -459,8 +467,8 @@ std::int64_t find_ids(const float* x, std::int64_t num_rows, const PackedWeight&
 
     const bool draws = choices != nullptr && std::any_of(choices, choices + num_rows, [](const RowChoice& one) { return one.temperature != 0; });
     const HeadScreen* screen = num_rows <= kScreenedRows && bounds == nullptr && !draws ? weight.screen.get() : nullptr;
-    if (screen != nullptr && weight.screen_pause > 0) {
-        --weight.screen_pause;
+    if (screen != nullptr && weight.screen_pauses[num_rows] > 0) {
+        --weight.screen_pauses[num_rows];
         screen = nullptr;
     }
     const std::int64_t term_bytes = is_quantized ? QuantizedRows::num_bytes(width, num_rows) : 0;
@@ -486,7 +494,7 @@ std::int64_t find_ids(const float* x, std::int64_t num_rows, const PackedWeight&
     for (int rank = 0; rank < team_size; ++rank) {
         std::uint8_t* own = of_ranks + rank * rank_bytes;
         search.desks.push_back({reinterpret_cast<float*>(own), own + sums_bytes, own + sums_bytes + term_bytes,
-                                std::vector<Found>(rows_size), {}, 0});
+                                std::vector<Found>(rows_size), {}});
         search.desks.back().chosen.reserve(rows_size);
     }
 
@@ -534,9 +542,12 @@ std::int64_t find_ids(const float* x, std::int64_t num_rows, const PackedWeight&
         const bool is_sure = std::fabs(best.value) <= kLargestScore * choice.temperature;
         ids[row] = is_sure ? choose_among(best.candidates, best.value, choice) : -1;
     }
-    std::int64_t num_decided = 0;
-    for (const Desk& desk : search.desks) num_decided += desk.num_decided;
-    if (screen != nullptr && num_decided * weight.block_bytes() > (weight.num_bytes() - screen->num_bytes()) * 3 / 4) weight.screen_pause = kScreenPause;
+    std::int64_t num_decided = 0, num_blocks = 0;
+    for (const Desk& desk : search.desks) {
+        num_decided += desk.num_decided;
+        num_blocks += desk.num_blocks;
+    }
+    if (screen != nullptr && num_blocks * weight.block_bytes() > (weight.num_bytes() - screen->num_bytes()) * 3 / 4) weight.screen_pauses[num_rows] = kScreenPause;
     return num_decided;
 }
 

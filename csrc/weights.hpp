@@ -40,7 +40,7 @@ struct PackedWeight {
     SlabBytes bytes;
     mutable std::unique_ptr<float[]> share_norms;  // head.cpp's; read and set by whoever has the pool
     std::shared_ptr<const HeadScreen> screen;      // of a language model's head, or null
-    mutable std::int64_t screen_pause = 0;         // searches that leave it out, as share_norms
+    mutable std::int64_t screen_pauses[kScreenedRows + 1] = {};  // by number of rows: searches to leave it out of, as share_norms
 
     PackedWeight(Storage storage, std::int64_t n, std::int64_t k);                      // zeroed memory of its own
     PackedWeight(Storage storage, std::int64_t n, std::int64_t k, const std::uint8_t* packed);  // borrowed memory
