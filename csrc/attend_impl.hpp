@@ -14,7 +14,7 @@ using sakiyomi::query_bytes;
 enum { kChunkBlocks = kKeyChunk / kKeyBlock };
 enum { kFetchSteps = 4 };  // products between two looks at what to fetch, which take instructions of their own
 enum { kRowsTogether = 4 };  // rows whose softmax goes step by step together
-enum { kEagerRows = 2 };  // up to so many want all of a chunk in the first cache at once, though it is in the second
+enum { kEagerRows = 2 };  // up to so many ask for all of a chunk before its use, though the chunk before has asked for it
 
 // Symmetric 8-bit values of `count` numbers, padded with zeros to whole lanes; returns the scale, nan if a number is not
 // finite.
