@@ -18,6 +18,10 @@ template <class Element, class... Rest>
 using Out = nb::ndarray<Element, nb::c_contig, nb::device::cpu, Rest...>;
 using AnyArray = nb::ndarray<nb::c_contig, nb::device::cpu>;          // writable, any type
 using AnyInput = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;  // any type
+using NewBytes = nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>;
+
+// Zeroed bytes in pages of their own (`new_pages`).
+NewBytes new_bytes(std::size_t count);
 
 template <class Array>
 bool is_half(const Array& array) {

@@ -245,9 +245,13 @@ struct Attention {
         (is_bytes ? kernels->attend_bytes : kernels->attend_float)(&group.job);
     }
 
+    std::size_t bytes_of(const Group& group) const {
+        return static_cast<std::size_t>(group.run.count * group.num_heads * part_floats(heads.head_dim)) * sizeof(float);
+    }
+
     void clear(const Group& group, float* state) const {
         const std::int64_t floats = part_floats(heads.head_dim);
-        __builtin_memset(state, 0, static_cast<std::size_t>(group.run.count * group.num_heads * floats) * sizeof(float));
+        __builtin_memset(state, 0, bytes_of(group));
         for (std::int64_t i = 0; i < group.run.count * group.num_heads; ++i) state[i * floats] = -__builtin_inff();
     }
 
@@ -273,27 +277,30 @@ struct Attention {
 
     static constexpr std::int64_t kMostFloats = kAttendRows * 4 * (kPartHeader + kMaxHeadDim);
 
-    // The part of a stretch of chunks from `first` on, joined in their order. give(chunk, out) puts a chunk's part there.
+    // The part of a stretch of chunks from `first` on, joined in their order. give(chunk, room) tells where a chunk's part is.
     template <class Give>
     void join_stretch(Group& group, std::int64_t first, std::int64_t end, float* state, Give&& give) const {
         alignas(64) float part[kMostFloats];
         bool is_empty = true;
         for (std::int64_t chunk = first; chunk < std::min(first + kJoinedChunks, end); ++chunk) {
             if (!group.sees(chunk * kKeyChunk)) continue;
-            give(chunk, is_empty ? state : part);
-            if (is_empty)
-                clear_unseen(group, state);
-            else
-                join(group, part, state);
+            const float* given = give(chunk, is_empty ? state : part);
+            if (!is_empty) {
+                join(group, given, state);
+                continue;
+            }
+            if (given != state) __builtin_memcpy(state, given, bytes_of(group));
+            clear_unseen(group, state);
             is_empty = false;
         }
         if (is_empty) clear(group, state);
     }
 
     void attend_stretch(Group& group, std::int64_t first, std::int64_t end, float* state) const {
-        join_stretch(group, first, end, state, [&](std::int64_t chunk, float* out) {
+        join_stretch(group, first, end, state, [&](std::int64_t chunk, float* room) {
             group.job.follows = chunk > first;
-            attend_chunk(group, chunk * kKeyChunk, out);
+            attend_chunk(group, chunk * kKeyChunk, room);
+            return room;
         });
     }
 
@@ -327,11 +334,10 @@ struct Attention {
         if ((done.fetch_add(1, std::memory_order_acq_rel) + 1) % count != 0) return {0, 0, 0, 0};
         alignas(64) float stretch[kMostFloats], state[kMostFloats];
         const float* first = parts + (part * all + start) * part_stride();
-        const std::size_t part_bytes = static_cast<std::size_t>(group.run.count * group.num_heads * part_floats(heads.head_dim)) * sizeof(float);
         clear(group, state);
         for (std::int64_t i = 0; i < count; i += chunks_per_item == 1 ? kJoinedChunks : 1) {
             if (chunks_per_item == 1)
-                join_stretch(group, i, count, stretch, [&](std::int64_t chunk, float* out) { __builtin_memcpy(out, first + chunk * part_stride(), part_bytes); });
+                join_stretch(group, i, count, stretch, [&](std::int64_t chunk, float*) { return first + chunk * part_stride(); });
             join(group, chunks_per_item == 1 ? stretch : first + i * part_stride(), state);
         }
         return finish(group, state);

@@ -298,7 +298,7 @@ struct Search {
     // What the second term, or what the copy has not seen of a row, adds to any output of a share at most.
     float bound(std::int64_t row, std::int64_t share) const {
         const std::size_t at = static_cast<std::size_t>(row);
-        return lengths[at] * norms[share] + (screened.screen == nullptr ? 0.0f : screened.roundings[at]) + kUnderflow;
+        return lengths[at] * norms[share] + screened.roundings[at] + kUnderflow;
     }
 
     // The first term over a share, or the most that the copy leaves room for.
@@ -614,20 +614,18 @@ void chosen_ids(Matrix x, const PackedWeight& weight, Vector norm, float eps, co
 }
 
 // The coarse copy of a head whose rows are normed with `norm`, as bytes, or none where it has none.
-std::optional<nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>> make_screen(const PackedWeight& head, Vector norm, int num_threads) {
+std::optional<NewBytes> make_screen(const PackedWeight& head, Vector norm, int num_threads) {
     check_equal("the length of the norm's weight", static_cast<std::int64_t>(norm.shape(0)), head.num_inputs);
     check_threads(num_threads, kMaxThreads);
     if (!HeadScreen::fits(head)) return std::nullopt;
-    const std::size_t size = static_cast<std::size_t>(HeadScreen::num_bytes(head.num_outputs, head.num_inputs));
-    auto* held = new std::shared_ptr<std::uint8_t>(new_pages(size));
-    const nb::capsule owner(held, [](void* pages) noexcept { delete static_cast<std::shared_ptr<std::uint8_t>*>(pages); });
+    NewBytes bytes = new_bytes(static_cast<std::size_t>(HeadScreen::num_bytes(head.num_outputs, head.num_inputs)));
     bool is_made;
     {
         nb::gil_scoped_release released;
-        is_made = HeadScreen::make(head, norm.data(), held->get(), num_threads);
+        is_made = HeadScreen::make(head, norm.data(), bytes.data(), num_threads);
     }
     if (!is_made) return std::nullopt;
-    return nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>(held->get(), {size}, owner);
+    return bytes;
 }
 
 // The caller keeps `bytes`, which are `make_screen`'s of this head, alive (nb::keep_alive).

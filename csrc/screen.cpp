@@ -2,7 +2,6 @@
 #include "screen.hpp"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <numeric>
@@ -51,17 +50,6 @@ std::uint16_t half_above(double x) {
     return half_to_float(half) < x * kUpwards ? static_cast<std::uint16_t>(half + 1) : half;
 }
 
-// The values of one output in a group, as kernels.hpp lays them out.
-void put_values(const std::uint8_t* values, Storage storage, std::int64_t lane, std::uint8_t* group) {
-    for (int i = 0; storage == Storage::kNibbles && i < kGroup / 2; ++i)
-        group[(i / 4 * kLanes + lane) * 4 + i % 4] = static_cast<std::uint8_t>(values[i] | values[i + kGroup / 2] << 4);
-    for (int quad = 0; storage == Storage::kBytes && quad < kGroup / 4; ++quad) std::memcpy(group + (quad * kLanes + lane) * 4, values + quad * 4, 4);
-}
-
-void put_halves(const std::uint16_t* halves, std::int64_t lane, std::uint8_t* place) {
-    for (int i = 0; i < 2; ++i) std::memcpy(place + (i * kLanes + lane) * 2, halves + i, 2);
-}
-
 // The square of the size of an output of the head.
 double size_of_output(const PackedWeight& head, std::int64_t n) {
     const std::uint8_t* group = head.bytes.get() + n / kLanes * head.block_bytes();
@@ -91,17 +79,16 @@ Copied copy_output(const float* columns, std::int64_t num_columns, std::int64_t 
     for (std::int64_t k = 0; k < num_fine; k += kGroup, block += group_bytes(Storage::kBytes)) {
         copied.fine += round_numbers(columns + k, kGroup, 8, values, halves);
         copied.size += size_of(values, kGroup, halves);
-        put_values(values, Storage::kBytes, lane, block);
-        put_halves(halves, lane, block + value_bytes(Storage::kBytes));
+        put_group(values, Storage::kBytes, lane, block);
+        put_halves(halves[0], halves[1], lane, block + value_bytes(Storage::kBytes));
     }
     for (std::int64_t k = num_fine; k < num_columns; k += 2 * kGroup, block += kScreenPairBytes) {
         copied.coarse += round_numbers(columns + k, 2 * kGroup, 4, values, halves);
         copied.size += size_of(values, 2 * kGroup, halves);
-        for (int i = 0; i < 2; ++i) put_values(values + i * kGroup, Storage::kNibbles, lane, block + i * value_bytes(Storage::kNibbles));
-        put_halves(halves, lane, block + 2 * value_bytes(Storage::kNibbles));
+        for (int i = 0; i < 2; ++i) put_group(values + i * kGroup, Storage::kNibbles, lane, block + i * value_bytes(Storage::kNibbles));
+        put_halves(halves[0], halves[1], lane, block + 2 * value_bytes(Storage::kNibbles));
     }
-    const std::uint16_t lengths[2] = {half_above(std::sqrt(copied.coarse)), half_above(std::sqrt(copied.fine))};
-    put_halves(lengths, lane, block);
+    put_halves(half_above(std::sqrt(copied.coarse)), half_above(std::sqrt(copied.fine)), lane, block);
     return copied;
 }
 

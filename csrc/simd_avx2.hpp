@@ -85,6 +85,7 @@ inline __m256 join_two(Quad a, Quad b) {
 }
 inline Vf join_quads(const Quad* quads) { return {join_two(quads[0], quads[1]), join_two(quads[2], quads[3])}; }
 inline Vf keep(Vf a) { return a; }
+inline Wq keep(Wq a) { return a; }
 inline float sqrt_scalar(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
 
 inline Vi zero_int() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
@@ -175,7 +176,6 @@ inline Wq load_weights(const uint8_t* p) {
             _mm256_srli_epi16(hi, 8)};
 }
 // Quads k and k + 4 of a group in four-bit storage.
-inline Wq keep(Wq a) { return a; }
 inline Wq load_low(const uint8_t* p) {
     const __m256i low = _mm256_set1_epi16(0x0f);
     const __m256i lo = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));

@@ -139,6 +139,7 @@ inline Quad reduce_add_four(const Vf* rows) {
 }
 inline Vf join_quads(const Quad* quads) { return {quads[0], quads[1], quads[2], quads[3]}; }
 inline Vf keep(Vf a) { return a; }
+inline Wq keep(Wq a) { return a; }
 inline float sqrt_scalar(float x) { return vget_lane_f32(vsqrt_f32(vdup_n_f32(x)), 0); }
 
 inline Vi zero_int() {
@@ -227,7 +228,6 @@ inline Vi start_sums(const int8_t* group) {
     return {all, all, all, all};
 }
 // Quads k and k + 4 of a group in four-bit storage.
-inline Wq keep(Wq a) { return a; }
 inline Wq load_low(const uint8_t* p) {
     Wq r;
     r.v0 = vreinterpretq_s8_u8(vandq_u8(vld1q_u8(p), vdupq_n_u8(0x0f)));

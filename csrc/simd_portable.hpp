@@ -114,6 +114,7 @@ inline Vf join_quads(const Quad* quads) {
     return r;
 }
 inline Vf keep(Vf a) { return a; }
+inline Wq keep(Wq a) { return a; }
 inline float sqrt_scalar(float x) { return sqrtf(x); }
 
 inline Vi zero_int() {
@@ -186,7 +187,6 @@ inline Wq load_weights(const uint8_t* p) {
     return r;
 }
 // Quads k and k + 4 of a group in four-bit storage.
-inline Wq keep(Wq a) { return a; }
 inline Wq load_low(const uint8_t* p) {
     Wq r;
     for (int i = 0; i < 64; ++i) r.v[i] = p[i] & 15;

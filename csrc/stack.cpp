@@ -201,7 +201,7 @@ class Pass {
     }
 
     static std::int64_t first_block(std::int64_t num_blocks, std::int64_t unit, const Team& team, int rank) {
-        return split((num_blocks + unit - 1) / unit, rank, team.size()).begin * unit;
+        return split(num_shares(num_blocks, unit), rank, team.size()).begin * unit;
     }
 
     void fetch_linear(const PackedWeight& weight, const Team& team, int rank) const {
@@ -222,10 +222,9 @@ class Pass {
     void linear(const PackedWeight& weight, Rows rows, const float* bias, const float* residual, float* out, Team& team, int rank,
                 Last&& last) const {
         const LinearJob job = linear_job(weight, rows.data, rows.stride, num_rows, bias, residual, out, weight.num_outputs);
-        const std::int64_t unit = unit_of(weight), num_blocks = weight.num_blocks();
+        const std::int64_t unit = unit_of(weight);
         team.share_then(
-            rank, (num_blocks + unit - 1) / unit,
-            [&](std::int64_t item) { run_linear(kernels, weight, job, item * unit, std::min((item + 1) * unit, num_blocks)); }, last);
+            rank, num_shares(weight.num_blocks(), unit), [&](std::int64_t item) { run_share(kernels, weight, job, item, unit); }, last);
     }
 
     void linear(const PackedWeight& weight, Rows rows, const float* bias, const float* residual, float* out, Team& team,

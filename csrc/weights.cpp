@@ -77,6 +77,26 @@ SlabBytes::SlabBytes(std::size_t num_bytes) {
     num_left -= rounded;
 }
 
+NewBytes new_bytes(std::size_t count) {
+    auto* held = new std::shared_ptr<std::uint8_t>(new_pages(count));
+    const nb::capsule owner(held, [](void* pages) noexcept { delete static_cast<std::shared_ptr<std::uint8_t>*>(pages); });
+    return NewBytes(held->get(), {count}, owner);
+}
+
+void put_group(const std::uint8_t* values, Storage storage, std::int64_t lane, std::uint8_t* group) {
+    if (storage == Storage::kNibbles) {
+        for (int i = 0; i < kGroup / 2; ++i)
+            group[(i / 4 * kLanes + lane) * 4 + i % 4] = static_cast<std::uint8_t>(values[i] | values[i + kGroup / 2] << 4);
+    } else {
+        for (int quad = 0; quad < kGroup / 4; ++quad) std::memcpy(group + (quad * kLanes + lane) * 4, values + quad * 4, 4);
+    }
+}
+
+void put_halves(std::uint16_t scale, std::uint16_t min, std::int64_t lane, std::uint8_t* place) {
+    std::memcpy(place + lane * 2, &scale, 2);
+    std::memcpy(place + (kLanes + lane) * 2, &min, 2);
+}
+
 void unpack_row(const PackedWeight& weight, std::int64_t n, float* out) {
     const std::uint8_t* source = weight.bytes.get() + n / kLanes * weight.block_bytes();
     const std::int64_t lane = n % kLanes;
@@ -113,17 +133,8 @@ void pack_quantized_row(PackedWeight& weight, std::int64_t n, const QuantizedSou
     const std::int64_t size = value_bytes(weight.storage);
     std::uint8_t* target = weight.bytes.get() + n / kLanes * weight.block_bytes();
     for (std::int64_t group = 0; group < num_groups; ++group, target += group_bytes(weight.storage)) {
-        const std::uint8_t* values = source.values + row * k + group * kGroup;
-        if (weight.storage == Storage::kNibbles) {
-            for (int i = 0; i < kGroup / 2; ++i)
-                target[(i / 4 * kLanes + lane) * 4 + i % 4] =
-                    static_cast<std::uint8_t>(values[i] | values[i + kGroup / 2] << 4);
-        } else {
-            for (int quad = 0; quad < kGroup / 4; ++quad)
-                std::memcpy(target + (quad * kLanes + lane) * 4, values + quad * 4, 4);
-        }
-        std::memcpy(target + size + lane * 2, source.scales + row * num_groups + group, 2);
-        std::memcpy(target + size + (kLanes + lane) * 2, source.mins + row * num_groups + group, 2);
+        put_group(source.values + row * k + group * kGroup, weight.storage, lane, target);
+        put_halves(source.scales[row * num_groups + group], source.mins[row * num_groups + group], lane, target + size);
     }
 }
 
@@ -198,13 +209,6 @@ int value_bits(const PackedWeight& weight) {
 }
 
 using PackedBytes = nb::ndarray<nb::numpy, const std::uint8_t, nb::ndim<1>, nb::c_contig>;
-
-// Zeroed bytes in pages of their own (`new_pages`).
-nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>> new_bytes(std::size_t count) {
-    auto* held = new std::shared_ptr<std::uint8_t>(new_pages(count));
-    const nb::capsule owner(held, [](void* pages) noexcept { delete static_cast<std::shared_ptr<std::uint8_t>*>(pages); });
-    return nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>(held->get(), {count}, owner);
-}
 
 // The bytes as `from_packed` takes them back; the array keeps the weight alive.
 PackedBytes packed_bytes(nb::handle self) {

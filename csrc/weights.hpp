@@ -52,6 +52,10 @@ struct PackedWeight {
     std::int64_t num_bytes() const { return num_blocks() * block_bytes(); }
 };
 
+// One output's values of a quantized group [32], and its scale and min, in the order of kernels.hpp.
+void put_group(const std::uint8_t* values, Storage storage, std::int64_t lane, std::uint8_t* group);
+void put_halves(std::uint16_t scale, std::uint16_t min, std::int64_t lane, std::uint8_t* place);
+
 // Row n of a weight as floats [K].
 void unpack_row(const PackedWeight& weight, std::int64_t n, float* out);
 
@@ -90,10 +94,12 @@ inline void run_linear(const Kernels& kernels, const PackedWeight& weight, const
 // Threads take neighbouring blocks together: a tile of the widest kernel.
 inline constexpr std::int64_t kShareBlocks = 4;
 
-inline std::int64_t num_shares(std::int64_t num_blocks) { return (num_blocks + kShareBlocks - 1) / kShareBlocks; }
+inline std::int64_t num_shares(std::int64_t num_blocks, std::int64_t unit = kShareBlocks) { return (num_blocks + unit - 1) / unit; }
 
-inline void run_share(const Kernels& kernels, const PackedWeight& weight, const LinearJob& job, std::int64_t share) {
-    const std::int64_t begin = share * kShareBlocks, end = begin + kShareBlocks, last = weight.num_blocks();
+// A share of `unit` blocks.
+inline void run_share(const Kernels& kernels, const PackedWeight& weight, const LinearJob& job, std::int64_t share,
+                      std::int64_t unit = kShareBlocks) {
+    const std::int64_t begin = share * unit, end = begin + unit, last = weight.num_blocks();
     run_linear(kernels, weight, job, begin, end < last ? end : last);
 }
 
