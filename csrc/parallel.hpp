@@ -21,6 +21,10 @@
 #define SAKIYOMI_HAS_FORK 1
 #endif
 
+#ifdef __linux__
+#include <sched.h>
+#endif
+
 #include "openmp.hpp"
 #include "profile.hpp"
 
@@ -55,15 +59,14 @@ class Gate {
         awake_.notify_all();
     }
 
-    // Returns the first value seen that differs from `seen`.
-    std::uint32_t wait_past(std::uint32_t seen, std::chrono::microseconds spin_for) {
+    // Until the value differs from `seen`. Returns whether the thread slept.
+    bool wait_past(std::uint32_t seen, std::chrono::microseconds spin_for) {
         using Clock = std::chrono::steady_clock;
         constexpr int kTurns = 32;  // between two looks at the clock
         Clock::time_point end{};
         do {
             for (int turn = 0; turn < kTurns; ++turn) {
-                const std::uint32_t now = value();
-                if (now != seen) return now;
+                if (value() != seen) return false;
                 relax_cpu();
             }
             if (end == Clock::time_point{}) end = Clock::now() + spin_for;
@@ -74,7 +77,7 @@ class Gate {
         awake_.wait(lock, [&] { return value_.load() != seen; });
         num_sleepers_.fetch_sub(1);
         if (Clock::now() - asleep > kLongSleep) num_long_sleeps_.fetch_add(1, std::memory_order_relaxed);
-        return value_.load();
+        return true;
     }
 
     int num_long_sleeps() const { return num_long_sleeps_.load(std::memory_order_relaxed); }
@@ -102,6 +105,62 @@ inline Range split(std::int64_t count, int rank, int size, std::int64_t unit = 1
     const std::int64_t begin = units * rank / size * unit, end = units * (rank + 1) / size * unit;
     return {begin < count ? begin : count, end < count ? end : count};
 }
+
+// The cores that the threads of a team run on. A thread that sleeps is often woken on the core of the thread that wakes it,
+// though others are free: behind a pause of a second Linux left both of two threads on one core for fifty milliseconds, in
+// which a team is half as fast.
+class Cores {
+   public:
+    // Called by each thread of the team where it may have been moved: when it starts, and when it has slept. One that shares a
+    // core with another moves to a core that none of them has, if it is allowed to use such a one.
+    void look(int rank, int size) {
+#ifdef __linux__
+        int core = sched_getcpu();
+        if (is_shared(core, rank, size) && move_apart(rank, size)) core = sched_getcpu();
+        if (cores_[rank].load(std::memory_order_relaxed) != core + 1) cores_[rank].store(core + 1, std::memory_order_relaxed);
+#else
+        (void)rank, (void)size;
+#endif
+    }
+
+   private:
+#ifdef __linux__
+    // What a thread of the pool was told to keep to, so that it is not woken beside the others again, and what it may use.
+    struct Kept {
+        cpu_set_t told, allowed;
+        bool is_told = false;
+    };
+
+    bool is_shared(int core, int rank, int size) const {
+        for (int other = 0; other < size; ++other)
+            if (other != rank && cores_[other].load(std::memory_order_relaxed) == core + 1) return true;
+        return false;
+    }
+
+    bool move_apart(int rank, int size) const {
+        static thread_local Kept kept;
+        cpu_set_t allowed;
+        if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return false;
+        if (kept.is_told && CPU_EQUAL(&allowed, &kept.told)) allowed = kept.allowed;
+        cpu_set_t free = allowed;
+        for (int other = 0; other < size; ++other) {
+            const int core = cores_[other].load(std::memory_order_relaxed) - 1;
+            if (other != rank && core >= 0 && core < CPU_SETSIZE) CPU_CLR(core, &free);
+        }
+        if (CPU_COUNT(&free) == 0 || sched_setaffinity(0, sizeof free, &free) != 0) return false;
+        if (rank == 0) {
+            sched_setaffinity(0, sizeof allowed, &allowed);  // the caller's own thread
+        } else {
+            kept.told = free;
+            kept.allowed = allowed;
+            kept.is_told = true;
+        }
+        return true;
+    }
+
+    std::atomic<int> cores_[kMaxThreads] = {};  // and one; zero: not seen yet
+#endif
+};
 
 // The threads that run one body together.
 class Team {
@@ -132,11 +191,11 @@ class Team {
                 for (std::int64_t item = unit * run; item < count && item < (unit + 1) * run; ++item) work(item);
         }
         last();
-        barrier();
+        barrier(rank);
     }
 
     // Everything written before it by any thread is seen after it by all.
-    void barrier() {
+    void barrier(int rank) {
         // Read before arriving: once the last thread has arrived, the next run may change the size.
         const int size = size_;
         if (size == 1) return;
@@ -146,7 +205,7 @@ class Team {
             num_arrived_.store(0, std::memory_order_relaxed);
             gate_.advance();
         } else {
-            gate_.wait_past(phase, kBarrierSpin);
+            if (gate_.wait_past(phase, kBarrierSpin)) cores_.look(rank, size);
         }
         mark(before);
     }
@@ -187,6 +246,7 @@ class Team {
     int size_ = 1;
     alignas(64) std::atomic<int> num_arrived_{0};
     Gate gate_;
+    Cores cores_;
     Share shares_[kMaxThreads];
 };
 
@@ -285,6 +345,7 @@ class Pool {
         call_ = [](void* target, Team& team, int rank) { (*static_cast<Body*>(target))(team, rank); };
         target_ = const_cast<void*>(static_cast<const void*>(&body));
         team_.start(num_threads);
+        team_.cores_.look(0, num_threads);
         for (int i = 0; i < num_threads - 1; ++i) workers_[i]->start.advance();
         // A library may have switched this thread to flushing subnormals; results must not depend on the thread.
         std::fenv_t environment;
@@ -292,7 +353,7 @@ class Pool {
         std::fesetenv(FE_DFL_ENV);
         const ProfiledRank profiled(0);
         call_(target_, team_, 0);
-        team_.barrier();
+        team_.barrier(0);
         std::fesetenv(&environment);
         if (team_.gate_.num_long_sleeps() >= next_word_) give_openmp_a_word(num_threads);
     }
@@ -322,9 +383,10 @@ class Pool {
             NextReads::of_thread().fetch([&] { return worker.start.value() != seen; });
             worker.start.wait_past(seen, kIdleSpin);
             ++seen;
+            team_.cores_.look(rank, team_.size());
             const ProfiledRank profiled(rank);
             call_(target_, team_, rank);
-            team_.barrier();
+            team_.barrier(rank);
         }
     }
 

@@ -105,6 +105,34 @@ for _ in range(20):
 sys.exit(f"still turning: {turning:.4f} s before")
 """
 
+# How often, of forty runs behind each of five pauses, the pool's thread ran on the core that the caller keeps to.
+APART = """
+import os, time
+import numpy as np
+from sakiyomi.ops.native import NativeOps
+
+def core_of(thread):
+    with open(f"/proc/self/task/{thread}/stat") as file:
+        return int(file.read().rpartition(")")[2].split()[36])
+
+ops = NativeOps(threads=2)
+weight = ops.weight(np.ones((4096, 2048), np.float32))
+x = np.ones((1, 2048), np.float32)
+before = set(os.listdir("/proc/self/task"))
+ops.linear(x, weight)
+(worker,) = set(os.listdir("/proc/self/task")) - before
+core = min(os.sched_getaffinity(0))
+os.sched_setaffinity(0, {core})
+for _ in range(5):
+    time.sleep(1)
+    ops.linear(x, weight)
+    together = 0
+    for _ in range(40):
+        ops.linear(x, weight)
+        together += core_of(worker) == core
+    print(together)
+"""
+
 
 @pytest.fixture
 def case() -> tuple[Any, Any]:
@@ -120,9 +148,39 @@ def test_forked_children_work(script: str, code: int) -> None:
     assert result.returncode == code, result.stderr
 
 
-@pytest.mark.skipif(
+two_cores = pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity") or count_cores() < 2, reason="needs two cores of a Linux machine"
 )
+
+
+@two_cores
+def test_threads_do_not_share_a_core_behind_a_pause() -> None:
+    result = subprocess.run([sys.executable, "-c", APART], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    together = [int(line) for line in result.stdout.split()]
+    assert len(together) == 5
+    assert max(together) <= 4, together
+
+
+@two_cores
+def test_threads_with_fewer_cores_than_threads(case: tuple[Any, Any]) -> None:
+    allowed = os.sched_getaffinity(0)
+    ops = NativeOps(threads=3)
+    weight = ops.weight(case[0])
+    expected = ops.linear(case[1], weight).tobytes()
+    try:
+        for core in sorted(allowed)[:2] * 3:
+            os.sched_setaffinity(0, {core})
+            assert ops.linear(case[1], weight).tobytes() == expected
+            assert os.sched_getaffinity(0) == {core}
+    finally:
+        os.sched_setaffinity(0, allowed)
+    for _ in range(100):
+        assert ops.linear(case[1], weight).tobytes() == expected
+    assert os.sched_getaffinity(0) == allowed
+
+
+@two_cores
 def test_torch_stops_turning_once_threads_lack_cores() -> None:
     pytest.importorskip("torch")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
