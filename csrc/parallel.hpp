@@ -125,10 +125,10 @@ class Cores {
 
    private:
 #ifdef __linux__
-    // What a thread of the pool was told to keep to, so that it is not woken beside the others again, and what it may use.
+    // What a thread of the pool was told to keep to (nothing at first), so that it is not woken beside the others again, and
+    // what it may use.
     struct Kept {
         cpu_set_t told, allowed;
-        bool is_told = false;
     };
 
     bool is_shared(int core, int rank, int size) const {
@@ -138,23 +138,20 @@ class Cores {
     }
 
     bool move_apart(int rank, int size) const {
-        static thread_local Kept kept;
+        static thread_local Kept kept{};
         cpu_set_t allowed;
         if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return false;
-        if (kept.is_told && CPU_EQUAL(&allowed, &kept.told)) allowed = kept.allowed;
+        if (CPU_EQUAL(&allowed, &kept.told)) allowed = kept.allowed;
         cpu_set_t free = allowed;
         for (int other = 0; other < size; ++other) {
             const int core = cores_[other].load(std::memory_order_relaxed) - 1;
             if (other != rank && core >= 0 && core < CPU_SETSIZE) CPU_CLR(core, &free);
         }
         if (CPU_COUNT(&free) == 0 || sched_setaffinity(0, sizeof free, &free) != 0) return false;
-        if (rank == 0) {
+        if (rank == 0)
             sched_setaffinity(0, sizeof allowed, &allowed);  // the caller's own thread
-        } else {
-            kept.told = free;
-            kept.allowed = allowed;
-            kept.is_told = true;
-        }
+        else
+            kept = {free, allowed};
         return true;
     }
 
