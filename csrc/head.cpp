@@ -59,12 +59,11 @@ inline void add_bytes(const std::uint8_t* bytes, int shift, int mask, std::uint1
     }
 }
 
-template <Storage STORAGE>
-GroupSums sum_group(const std::uint8_t* bytes) {
+GroupSums sum_group(Storage storage, const std::uint8_t* bytes) {
     std::uint16_t values[kLanes * 4] = {};
     std::uint32_t squares[kLanes * 4] = {};
-    for (const std::uint8_t* end = bytes + value_bytes(STORAGE); bytes < end; bytes += kLanes * 4) {
-        if (STORAGE == Storage::kNibbles) {
+    for (const std::uint8_t* end = bytes + value_bytes(storage); bytes < end; bytes += kLanes * 4) {
+        if (is_in_nibbles(storage)) {
             add_bytes(bytes, 0, 15, values, squares);
             add_bytes(bytes, 4, 15, values, squares);
         } else {
@@ -82,15 +81,14 @@ GroupSums sum_group(const std::uint8_t* bytes) {
 
 // What the product with any output of a block is at most, rounding included, per length of the inputs. A weight is
 // scale * value + min; rounding is relative to the sum of |scale| * value + |min|, by less than one 2^-23 per operation.
-template <Storage STORAGE>
-float norm_of_block(const Kernels& kernel, const std::uint8_t* bytes, std::int64_t num_groups) {
+float norm_of_block(const PackedWeight& weight, std::int64_t block) {
+    const std::int64_t num_groups = weight.num_inputs / kGroup;
     double squares[kLanes] = {}, sizes[kLanes] = {};
-    for (std::int64_t group = 0; group < num_groups; ++group, bytes += group_bytes(STORAGE)) {
-        const GroupSums sums = sum_group<STORAGE>(bytes);
-        float halves[2 * kLanes];
-        kernel.from_half(reinterpret_cast<const std::uint16_t*>(bytes + value_bytes(STORAGE)), 2 * kLanes, halves);
+    for (std::int64_t group = 0; group < num_groups; ++group) {
+        const GroupSums sums = sum_group(weight.storage, weight.block(block) + place_of_group(weight.storage, group, num_groups).values);
         for (int lane = 0; lane < kLanes; ++lane) {
-            const double scale = halves[lane], low = halves[kLanes + lane];
+            const GroupHalves halves = get_halves(weight, block * kLanes + lane, group);
+            const double scale = half_to_float(halves.scale), low = half_to_float(halves.min);
             const double outer = scale * scale * sums.squares[lane] + kGroup * low * low;
             const double inner = 2.0 * scale * low * sums.values[lane];
             squares[lane] += outer + inner;
@@ -107,14 +105,11 @@ float norm_of_block(const Kernels& kernel, const std::uint8_t* bytes, std::int64
     return largest;
 }
 
-float norm_of_share(const Kernels& kernel, const PackedWeight& weight, std::int64_t share) {
+float norm_of_share(const PackedWeight& weight, std::int64_t share) {
     const std::int64_t first = share * kShareBlocks, end = first + kShareBlocks, last = weight.num_blocks();
     float largest = 0;
     for (std::int64_t block = first; block < (end < last ? end : last); ++block) {
-        const std::uint8_t* bytes = weight.bytes.get() + block * weight.block_bytes();
-        const std::int64_t num_groups = weight.num_inputs / kGroup;
-        const float norm = weight.storage == Storage::kNibbles ? norm_of_block<Storage::kNibbles>(kernel, bytes, num_groups)
-                                                               : norm_of_block<Storage::kBytes>(kernel, bytes, num_groups);
+        const float norm = norm_of_block(weight, block);
         largest = norm > largest ? norm : largest;
     }
     return largest;
@@ -503,7 +498,7 @@ std::int64_t find_ids(const float* x, std::int64_t num_rows, const PackedWeight&
         Desk& desk = search.desks[static_cast<std::size_t>(rank)];
         if (new_norms)
             team.share(rank, num_shares, [&](std::int64_t share) {
-                new_norms[static_cast<std::size_t>(share)] = norm_of_share(kernel, weight, share);
+                new_norms[static_cast<std::size_t>(share)] = norm_of_share(weight, share);
             });
         team.share(rank, num_rows, [&](std::int64_t row) {
             float* values = normed + row * width;

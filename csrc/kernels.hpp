@@ -19,17 +19,43 @@ enum {
     kPartHeader = 16, // floats before the sums of a part: the largest score, the total of the weights
     kMaxHeadDim = 512,
     kChooseBlock = 64,  // logits whose largest is known, and which share the call of a routine
-    kHalvesBytes = kLanes * 2 * 2,                // 16 scales and 16 mins in half precision, behind a group's values
+    kHalvesBytes = kLanes * 2 * 2,      // 16 scales and 16 mins in half precision, behind a group's values
+    kSpansBytes = kLanes * 20 / 8,      // in place of these,
+    kSpanBasesBytes = 8,                // with bases for each block,
+    kSpanRun = 8,                       // of so many groups beside one another, which is whole lines
 };
 
 // How the numbers of a packed weight are stored; in blocks of 16 outputs, group after group of 32 inputs:
 //   kBytes     [8 quads][16 outputs][4] unsigned bytes, then the halves
 //   kNibbles   [4][16][4] bytes, quad k in the low and quad k + 4 in the high half of each, then the halves
+//   kSpans     in runs of eight groups, of which the first may be shorter: their spans (spans.hpp), 20 bits for each output,
+//              then their values as in kNibbles. Bases lie before the first span, and what is left of a line behind the last
 //   kFloats    [inputs][16 outputs] floats, no groups
-enum class Storage : uint8_t { kFloats, kBytes, kNibbles };
+enum class Storage : uint8_t { kFloats, kBytes, kNibbles, kSpans };
 
-inline int64_t value_bytes(Storage storage) { return storage == Storage::kNibbles ? kLanes * kGroup / 2 : kLanes * kGroup; }
-inline int64_t group_bytes(Storage storage) { return value_bytes(storage) + kHalvesBytes; }
+constexpr bool is_in_nibbles(Storage storage) { return storage == Storage::kNibbles || storage == Storage::kSpans; }
+constexpr int64_t value_bytes(Storage storage) { return is_in_nibbles(storage) ? kLanes * kGroup / 2 : kLanes * kGroup; }
+constexpr int64_t group_bytes(Storage storage) { return value_bytes(storage) + kHalvesBytes; }  // of kBytes and kNibbles
+
+// Where in a block a group's values lie, and its halves or span.
+struct GroupPlace {
+    int64_t values, halves;
+};
+
+// Groups of the first run; the others have kSpanRun.
+inline int64_t first_run(Storage storage, int64_t num_groups) { return storage == Storage::kSpans ? (num_groups - 1) % kSpanRun + 1 : num_groups; }
+
+inline GroupPlace place_of_group(Storage storage, int64_t group, int64_t num_groups) {
+    if (storage != Storage::kSpans) return {group * group_bytes(storage), group * group_bytes(storage) + value_bytes(storage)};
+    const int64_t first = first_run(storage, num_groups), size = (kSpanBasesBytes + first * kSpansBytes + 63) / 64 * 64;
+    if (group < first) return {size + group * value_bytes(storage), kSpanBasesBytes + group * kSpansBytes};
+    const int64_t begin = group - (group - first) % kSpanRun, bytes = size + begin * value_bytes(storage) + (begin - first) * kSpansBytes;
+    return {bytes + kSpanRun * kSpansBytes + (group - begin) * value_bytes(storage), bytes + (group - begin) * kSpansBytes};
+}
+
+inline int64_t quantized_block_bytes(Storage storage, int64_t num_groups) {
+    return storage == Storage::kSpans ? place_of_group(storage, num_groups - 1, num_groups).values + value_bytes(storage) : num_groups * group_bytes(storage);
+}
 
 // Quantized rows, group after group: for all rows 32 int8 values, then for all rows a scale, then scale * sum of values.
 inline int64_t input_group_bytes(int64_t num_rows) { return (num_rows * (kGroup + 8) + 63) / 64 * 64; }

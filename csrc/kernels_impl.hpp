@@ -2,6 +2,7 @@
 // that no wide instruction leaks into code that the linker shares. Tiling over rows and blocks never changes the
 // sequence of operations that leads to one number.
 #include "kernels.hpp"
+#include "spans.hpp"
 
 namespace {
 
@@ -9,12 +10,18 @@ using sakiyomi::AttendJob;
 using sakiyomi::AttendRow;
 using sakiyomi::kAttendRows;
 using sakiyomi::kGroup;
+using sakiyomi::first_run;
 using sakiyomi::group_bytes;
+using sakiyomi::GroupPlace;
 using sakiyomi::input_group_bytes;
+using sakiyomi::is_in_nibbles;
 using sakiyomi::kKeyBlock;
 using sakiyomi::kKeyChunk;
 using sakiyomi::kPartHeader;
+using sakiyomi::kSpanRun;
+using sakiyomi::kSpansBytes;
 using sakiyomi::part_floats;
+using sakiyomi::place_of_group;
 using sakiyomi::kLanes;
 using sakiyomi::kMaxHeadDim;
 using sakiyomi::LinearJob;
@@ -58,9 +65,22 @@ inline __attribute__((always_inline)) void dot_group(const uint8_t* weights, int
                                                      Vi (*sums)[BLOCKS]) {
     for (int r = 0; r < ROWS; ++r)
         for (int b = 0; b < BLOCKS; ++b)
-            sums[r][b] = STORAGE == Storage::kNibbles ? fresh_zero() : add(fresh_zero(), start_sums(values + r * kGroup));
+            sums[r][b] = is_in_nibbles(STORAGE) ? fresh_zero() : add(fresh_zero(), start_sums(values + r * kGroup));
     Wq w[BLOCKS];
-    if (STORAGE == Storage::kNibbles) {
+    if (is_in_nibbles(STORAGE) && BLOCKS == 1 && ROWS < kShiftedRows) {
+        // Two chains of sums, since few rows wait for each product; there are registers for both.
+        Vi high[ROWS];
+        for (Vi& sum : high) sum = fresh_zero();
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; ++k) {
+            const Wq upper = load_high(weights + k * 4 * kLanes), lower = load_low(weights + k * 4 * kLanes);
+            for (int r = 0; r < ROWS; ++r) {
+                high[r] = dot4(high[r], upper, load_inputs(values + r * kGroup + (k + 4) * 4));
+                sums[r][0] = dot4(sums[r][0], lower, load_inputs(values + r * kGroup + k * 4));
+            }
+        }
+        for (int r = 0; r < ROWS; ++r) sums[r][0] = add(sums[r][0], shift_high(high[r]));
+    } else if (is_in_nibbles(STORAGE)) {
 #pragma GCC unroll 4
         for (int k = 0; k < 4; ++k) {
             for (int b = 0; b < BLOCKS; ++b) {
@@ -94,6 +114,33 @@ inline __attribute__((always_inline)) void dot_group(const uint8_t* weights, int
     }
 }
 
+// The scales and mins of a block's groups.
+template <Storage STORAGE>
+struct Scales {
+    void begin(const uint8_t*) {}
+    void of_group(const uint8_t* halves, Vf* scale, Vf* low) const {
+        *scale = load(reinterpret_cast<const uint16_t*>(halves));
+        *low = load(reinterpret_cast<const uint16_t*>(halves) + kLanes);
+    }
+};
+
+template <>
+struct Scales<Storage::kSpans> {
+    Vi low_base, high_base;
+    void begin(const uint8_t* block) {
+        SpanBases bases;
+        __builtin_memcpy(&bases, block, sizeof bases);
+        low_base = set1_int(static_cast<int32_t>(bases.low));
+        high_base = set1_int(static_cast<int32_t>(bases.high));
+    }
+    void of_group(const uint8_t* place, Vf* scale, Vf* low) const {
+        const Vi spans = load_spans(place);
+        *low = low_ends(spans, low_base);
+        const Vf length = sub(high_ends(spans, high_base), *low), large = mul(length, set1(kLargeStep));
+        *scale = sub(large, sub(large, mul(length, set1(kSpanStep))));  // as scale_of_length
+    }
+};
+
 // What a group adds to the totals of one row and block: the only rounding steps of a quantized product.
 inline Vf add_group(Vf total, Vf sum, Vf scale, Vf low, const float* input_scale, const float* input_sum) {
     total = fma(sum, mul(scale, set1(*input_scale)), total);
@@ -108,6 +155,10 @@ struct Ahead {
     int64_t first, step;
 };
 
+// Lines that are fetched for each group, as many as lie between one and the next or a few more.
+template <Storage STORAGE>
+constexpr int kFetchedBytes = is_in_nibbles(STORAGE) ? 320 : 576;
+
 // From the group at `next` to that of the following tile, where it lies behind `end`.
 template <int BLOCKS>
 inline void wrap(Ahead& ahead, int64_t block_bytes) {
@@ -119,7 +170,7 @@ inline void wrap(Ahead& ahead, int64_t block_bytes) {
 template <Storage STORAGE, int BLOCKS>
 inline void fetch_far_ahead(Ahead& ahead, int64_t block_bytes) {
     wrap<BLOCKS>(ahead, block_bytes);
-    constexpr int kBytes = STORAGE == Storage::kNibbles ? 320 : 576;
+    constexpr int kBytes = kFetchedBytes<STORAGE>;
     for (int b = 0; b < BLOCKS; ++b)
         for (int line = 0; line < kBytes; line += 64) prefetch_far(ahead.next + b * block_bytes + line);
     ahead.next += kBytes;
@@ -129,7 +180,7 @@ template <Storage STORAGE, int BLOCKS>
 inline void fetch_ahead(Ahead& ahead, int64_t block_bytes) {
     if (ahead.next == nullptr) return;
     wrap<BLOCKS>(ahead, block_bytes);
-    constexpr int kBytes = STORAGE == Storage::kNibbles ? 320 : 576;
+    constexpr int kBytes = kFetchedBytes<STORAGE>;
     if (ahead.step == 1) {
         for (int b = 0; b < BLOCKS; ++b)
             for (int line = 0; line < kBytes; line += 64) prefetch(ahead.next + b * block_bytes + line);
@@ -167,24 +218,36 @@ __attribute__((noinline)) void quantized_tile(const LinearJob& job, int64_t row,
     for (int r = 0; r < ROWS; ++r)
         for (int b = 0; b < BLOCKS; ++b) totals.set(r, b, set1(0.0f));
     Ahead far{weights + kFarBytes, weights + block_bytes, 0, 1};
-    for (int64_t group = 0; group < num_groups; ++group) {
+    Scales<STORAGE> block_scales[BLOCKS];
+    for (int b = 0; b < BLOCKS; ++b) block_scales[b].begin(weights + b * block_bytes);
+    const auto add_next = [&](const uint8_t* group, const uint8_t* halves) __attribute__((always_inline)) {
         fetch_ahead<STORAGE, BLOCKS>(ahead, block_bytes);
         if (IS_FETCHED_TWICE && ahead.step == 1) fetch_far_ahead<STORAGE, BLOCKS>(far, block_bytes);
+        Vf scale[BLOCKS], low[BLOCKS];  // early: what waits for products must not keep these from the units
+        for (int b = 0; b < BLOCKS; ++b) block_scales[b].of_group(halves + b * block_bytes, scale + b, low + b);
         Vi sums[ROWS][BLOCKS];
-        dot_group<STORAGE, ROWS, BLOCKS>(weights, block_bytes,
-                                         reinterpret_cast<const int8_t*>(group_inputs) + row * kGroup, sums);
+        dot_group<STORAGE, ROWS, BLOCKS>(group, block_bytes, reinterpret_cast<const int8_t*>(group_inputs) + row * kGroup, sums);
         const float* scales = reinterpret_cast<const float*>(group_inputs + num_rows * kGroup) + row;
         const float* scaled_sums = scales + num_rows;
+        asm("" : "+r"(scaled_sums));  // one address, or each row's keeps a register
 #pragma GCC unroll 4
         for (int b = 0; b < BLOCKS; ++b) {
-            const uint16_t* halves = reinterpret_cast<const uint16_t*>(weights + b * block_bytes + value_bytes(STORAGE));
-            const Vf scale = load(halves), low = load(halves + kLanes);
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; ++r)
-                totals.set(r, b, add_group(totals.get(r, b), to_float(sums[r][b]), scale, low, scales + r, scaled_sums + r));
+                totals.set(r, b, add_group(totals.get(r, b), to_float(sums[r][b]), scale[b], low[b], scales + r, scaled_sums + r));
         }
-        weights += group_bytes(STORAGE);
         group_inputs += input_bytes;
+    };
+    constexpr bool kHasRuns = STORAGE == Storage::kSpans;
+    for (int64_t first = 0, left = first_run(STORAGE, num_groups); first < num_groups; first += left, left = kSpanRun) {
+        const GroupPlace place = place_of_group(STORAGE, first, num_groups);
+        const uint8_t* group = weights + place.values;
+        const uint8_t* halves = weights + place.halves;
+        for (int64_t i = 0; i < left; ++i) {
+            add_next(group, halves);
+            group += kHasRuns ? value_bytes(STORAGE) : group_bytes(STORAGE);
+            halves += kHasRuns ? int64_t{kSpansBytes} : group_bytes(STORAGE);
+        }
     }
     for (int r = 0; r < ROWS; ++r)
         for (int b = 0; b < BLOCKS; ++b) store_outputs(job, row + r, block + b, totals.get(r, b));
@@ -258,10 +321,11 @@ void run_quantized(const LinearJob& job, int64_t first_block, int64_t last_block
 
 template <class Tiles>
 void linear_quantized(const LinearJob* job, int64_t first_block, int64_t last_block) {
-    if (job->storage == Storage::kNibbles)
-        run_quantized<Tiles, Storage::kNibbles>(*job, first_block, last_block);
-    else
-        run_quantized<Tiles, Storage::kBytes>(*job, first_block, last_block);
+    switch (job->storage) {
+        case Storage::kSpans: return run_quantized<Tiles, Storage::kSpans>(*job, first_block, last_block);
+        case Storage::kNibbles: return run_quantized<Tiles, Storage::kNibbles>(*job, first_block, last_block);
+        default: return run_quantized<Tiles, Storage::kBytes>(*job, first_block, last_block);
+    }
 }
 
 enum { kDenseAheadBytes = 1920 };

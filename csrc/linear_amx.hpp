@@ -27,13 +27,14 @@ inline void configure_tiles(int64_t num_rows) {
     _tile_loadconfig(&shapes);
 }
 
-// Part of a block of weights: where its values are as bytes, and its halves, from group to group.
+// Groups of a block of weights: `count` from `first` on, and where their values are as bytes, from group to group.
+template <Storage STORAGE>
 struct GroupRun {
-    int64_t count;
+    const uint8_t* block;
+    int64_t first, count;
     const uint8_t* values;
     int64_t value_step;
-    const uint8_t* halves;
-    int64_t half_step;
+    Scales<STORAGE> block_scales;
     const uint8_t* ahead;  // what to fetch meanwhile, or null
 };
 
@@ -45,15 +46,16 @@ inline Vf float_of_sum(const int32_t* sum) {
 }
 
 // Adds a run of groups to the totals [ROWS][16] of rows from `row` on. `inputs` is the first group's record.
-template <int ROWS>
-__attribute__((noinline)) void amx_tile(const LinearJob& job, const GroupRun& run, const uint8_t* inputs, int64_t row,
+template <Storage STORAGE, int ROWS>
+__attribute__((noinline)) void amx_tile(const LinearJob& job, const GroupRun<STORAGE>& run, const uint8_t* inputs, int64_t row,
                                         float* totals) {
     enum { kSlots = 8, kTileBytes = kAmxRows * kLanes * 4 };
     alignas(4096) uint8_t sums[kSlots * kTileBytes];
-    const int64_t input_bytes = input_group_bytes(job.num_rows), value_step = run.value_step, half_step = run.half_step;
+    const int64_t input_bytes = input_group_bytes(job.num_rows), value_step = run.value_step, num_groups = job.num_inputs / kGroup;
+    const Scales<STORAGE> block_scales = run.block_scales;
     const uint8_t* weights = run.values;
     const uint8_t* values = inputs + row * kGroup;
-    const uint8_t* halves = run.halves;
+    int64_t group = run.first;  // to use next
     const uint8_t* scales = inputs + job.num_rows * kGroup + row * 4;
     const uint8_t* scaled_sums = scales + job.num_rows * 4;
     const uint8_t* ahead = run.ahead;
@@ -68,23 +70,23 @@ __attribute__((noinline)) void amx_tile(const LinearJob& job, const GroupRun& ru
         _tile_dpbsud(0, 1, 2);
         _tile_stored(0, sums + made, 64);
         if (ahead != nullptr) {
-            for (int64_t line = 0; line < half_step; line += 64) prefetch_far(ahead + line);
-            ahead += half_step;
+            for (int64_t line = 0; line < kFetchedBytes<STORAGE>; line += 64) prefetch_far(ahead + line);
+            ahead += kFetchedBytes<STORAGE>;
         }
         made = (made + kTileBytes) % (kSlots * kTileBytes);
         weights += value_step;
         values += input_bytes;
     };
     const auto use = [&]() __attribute__((always_inline)) {
-        const Vf scale = load(reinterpret_cast<const uint16_t*>(halves));
-        const Vf low = load(reinterpret_cast<const uint16_t*>(halves) + kLanes);
+        Vf scale, low;
+        block_scales.of_group(run.block + place_of_group(STORAGE, group, num_groups).halves, &scale, &low);
         const int32_t* sum = reinterpret_cast<const int32_t*>(sums + used);
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; ++r)
             total[r] = add_group(total[r], float_of_sum(sum + r * kLanes), scale, low,
                                  reinterpret_cast<const float*>(scales) + r, reinterpret_cast<const float*>(scaled_sums) + r);
         used = (used + kTileBytes) % (kSlots * kTileBytes);
-        halves += half_step;
+        ++group;
         scales += input_bytes;
         scaled_sums += input_bytes;
     };
@@ -99,37 +101,44 @@ __attribute__((noinline)) void amx_tile(const LinearJob& job, const GroupRun& ru
     for (int r = 0; r < ROWS; ++r) store(totals + r * kLanes, total[r]);
 }
 
-typedef void (*AmxTile)(const LinearJob&, const GroupRun&, const uint8_t*, int64_t, float*);
-constexpr AmxTile kAmxTiles[kAmxRows] = {amx_tile<1>,  amx_tile<2>,  amx_tile<3>,  amx_tile<4>, amx_tile<5>,  amx_tile<6>,
-                                         amx_tile<7>,  amx_tile<8>,  amx_tile<9>,  amx_tile<10>, amx_tile<11>, amx_tile<12>,
-                                         amx_tile<13>, amx_tile<14>, amx_tile<15>, amx_tile<16>};
+template <Storage STORAGE>
+using AmxTile = void (*)(const LinearJob&, const GroupRun<STORAGE>&, const uint8_t*, int64_t, float*);
+template <Storage S>
+constexpr AmxTile<S> kAmxTiles[kAmxRows] = {
+    amx_tile<S, 1>, amx_tile<S, 2>,  amx_tile<S, 3>,  amx_tile<S, 4>,  amx_tile<S, 5>,  amx_tile<S, 6>,  amx_tile<S, 7>,  amx_tile<S, 8>,
+    amx_tile<S, 9>, amx_tile<S, 10>, amx_tile<S, 11>, amx_tile<S, 12>, amx_tile<S, 13>, amx_tile<S, 14>, amx_tile<S, 15>, amx_tile<S, 16>};
 
-// Groups of nibbles as bytes.
-inline void unpack_groups(const uint8_t* source, int64_t count, uint8_t* out) {
+// The nibbles of a run's groups as bytes.
+template <Storage STORAGE>
+void unpack_groups(const GroupRun<STORAGE>& run, int64_t num_groups, uint8_t* out) {
     const __m512i mask = _mm512_set1_epi8(0x0f);
-    for (int64_t group = 0; group < count; ++group, source += group_bytes(Storage::kNibbles), out += kGroup * kLanes)
+    for (int64_t group = run.first; group < run.first + run.count; ++group, out += kGroup * kLanes) {
+        const uint8_t* source = run.block + place_of_group(STORAGE, group, num_groups).values;
 #pragma GCC unroll 4
         for (int k = 0; k < 4; ++k) {
             const __m512i both = _mm512_loadu_si512(source + k * 64);
             _mm512_store_si512(out + k * 64, _mm512_and_si512(both, mask));
             _mm512_store_si512(out + (k + 4) * 64, _mm512_and_si512(_mm512_srli_epi16(both, 4), mask));
         }
+    }
 }
 
 // Rows [first_row, last_row) over one block, in tiles of nearly equal size.
 template <Storage STORAGE>
 void amx_block(const LinearJob& job, int64_t first_row, int64_t last_row, int64_t block, int64_t* configured) {
-    alignas(64) uint8_t unpacked[STORAGE == Storage::kNibbles ? kPassGroups * kGroup * kLanes : 64];
+    alignas(64) uint8_t unpacked[is_in_nibbles(STORAGE) ? kPassGroups * kGroup * kLanes : 64];
     alignas(64) float totals[kPassRows * kLanes];
-    const int64_t num_rows = last_row - first_row, num_groups = job.num_inputs / kGroup, size = group_bytes(STORAGE);
+    const int64_t num_rows = last_row - first_row, num_groups = job.num_inputs / kGroup;
     const int64_t num_tiles = (num_rows + kAmxRows - 1) / kAmxRows;
     for (int64_t r = 0; r < num_rows; ++r) store(totals + r * kLanes, set1(0.0f));
     for (int64_t group = 0; group < num_groups; group += kPassGroups) {
-        const uint8_t* weights = job.weights + block * job.block_bytes + group * size;
-        const uint8_t* ahead = (block + 1) * kLanes < job.num_outputs ? weights + job.block_bytes : nullptr;
-        GroupRun run{min_of(kPassGroups, num_groups - group), weights, size, weights + value_bytes(STORAGE), size, ahead};
-        if (STORAGE == Storage::kNibbles) {
-            unpack_groups(weights, run.count, unpacked);
+        const uint8_t* weights = job.weights + block * job.block_bytes;
+        const uint8_t* values = weights + place_of_group(STORAGE, group, num_groups).values;
+        const uint8_t* ahead = (block + 1) * kLanes < job.num_outputs ? values + job.block_bytes : nullptr;
+        GroupRun<STORAGE> run{weights, group, min_of(kPassGroups, num_groups - group), values, group_bytes(STORAGE), {}, ahead};
+        run.block_scales.begin(weights);
+        if (is_in_nibbles(STORAGE)) {
+            unpack_groups(run, num_groups, unpacked);
             run.values = unpacked;
             run.value_step = kGroup * kLanes;
         }
@@ -137,7 +146,7 @@ void amx_block(const LinearJob& job, int64_t first_row, int64_t last_row, int64_
             const int64_t begin = num_rows * tile / num_tiles, count = num_rows * (tile + 1) / num_tiles - begin;
             if (count != *configured) configure_tiles(count);
             *configured = count;
-            kAmxTiles[count - 1](job, run, job.inputs + group * input_group_bytes(job.num_rows), first_row + begin,
+            kAmxTiles<STORAGE>[count - 1](job, run, job.inputs + group * input_group_bytes(job.num_rows), first_row + begin,
                                  totals + begin * kLanes);
             run.ahead = nullptr;
         }
@@ -166,6 +175,8 @@ struct WideTiles {
 void linear_amx(const LinearJob* job, int64_t first_block, int64_t last_block) {
     if (job->num_rows < kAmxLeast)
         linear_quantized<WideTiles>(job, first_block, last_block);
+    else if (job->storage == Storage::kSpans)
+        run_amx<Storage::kSpans>(*job, first_block, last_block);
     else if (job->storage == Storage::kNibbles)
         run_amx<Storage::kNibbles>(*job, first_block, last_block);
     else

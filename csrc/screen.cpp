@@ -18,13 +18,13 @@ constexpr double kUpwards = 1 + 1e-6;  // what sums of doubles and a rounding to
 
 // `count` numbers as unsigned values of `bits` bits, a scale and a min. Returns the square of what rounding took away, or a
 // nan where they do not fit.
-double round_numbers(const float* x, std::int64_t count, int bits, std::uint8_t* values, std::uint16_t* halves) {
+double round_numbers(const float* x, std::int64_t count, int bits, std::uint8_t* values, GroupHalves* halves) {
     const auto [low, high] = std::minmax_element(x, x + count);
     const int most = (1 << bits) - 1;
-    halves[1] = float_to_half(*low);
-    const float min = half_to_float(halves[1]);
-    halves[0] = float_to_half((*high - min) / static_cast<float>(most));
-    const float scale = half_to_float(halves[0]), inverse = scale == 0 ? 0.0f : 1.0f / scale;
+    halves->min = float_to_half(*low);
+    const float min = half_to_float(halves->min);
+    halves->scale = float_to_half((*high - min) / static_cast<float>(most));
+    const float scale = half_to_float(halves->scale), inverse = scale == 0 ? 0.0f : 1.0f / scale;
     if (!std::isfinite(scale) || !std::isfinite(min) || !std::isfinite(inverse)) return std::nan("");
     double square = 0;
     for (std::int64_t i = 0; i < count; ++i) {
@@ -37,8 +37,8 @@ double round_numbers(const float* x, std::int64_t count, int bits, std::uint8_t*
 }
 
 // The square of the length of |scale| * value + |min|.
-double size_of(const std::uint8_t* values, std::int64_t count, const std::uint16_t* halves) {
-    const double scale = std::fabs(half_to_float(halves[0])), low = std::fabs(half_to_float(halves[1]));
+double size_of(const std::uint8_t* values, std::int64_t count, GroupHalves halves) {
+    const double scale = std::fabs(half_to_float(halves.scale)), low = std::fabs(half_to_float(halves.min));
     double square = 0;
     for (std::int64_t i = 0; i < count; ++i) square += (scale * values[i] + low) * (scale * values[i] + low);
     return square;
@@ -52,15 +52,10 @@ std::uint16_t half_above(double x) {
 
 // The square of the size of an output of the head.
 double size_of_output(const PackedWeight& head, std::int64_t n) {
-    const std::uint8_t* group = head.bytes.get() + n / kLanes * head.block_bytes();
-    const std::int64_t lane = n % kLanes;
     double square = 0;
-    for (const std::uint8_t* end = group + head.block_bytes(); group < end; group += group_bytes(Storage::kBytes)) {
-        std::uint8_t values[kGroup];
-        std::uint16_t halves[2];
-        for (int quad = 0; quad < kGroup / 4; ++quad) std::memcpy(values + quad * 4, group + (quad * kLanes + lane) * 4, 4);
-        for (int i = 0; i < 2; ++i) std::memcpy(halves + i, group + value_bytes(Storage::kBytes) + (i * kLanes + lane) * 2, 2);
-        square += size_of(values, kGroup, halves);
+    for (std::int64_t index = 0; index < head.num_inputs / kGroup; ++index) {
+        const Group group = get_group(head, n, index);
+        square += size_of(group.values, kGroup, group.halves);
     }
     return square;
 }
@@ -75,20 +70,20 @@ struct Copied {
 Copied copy_output(const float* columns, std::int64_t num_columns, std::int64_t num_fine, std::int64_t lane, std::uint8_t* block) {
     Copied copied;
     std::uint8_t values[2 * kGroup];
-    std::uint16_t halves[2];
+    GroupHalves halves;
     for (std::int64_t k = 0; k < num_fine; k += kGroup, block += group_bytes(Storage::kBytes)) {
-        copied.fine += round_numbers(columns + k, kGroup, 8, values, halves);
+        copied.fine += round_numbers(columns + k, kGroup, 8, values, &halves);
         copied.size += size_of(values, kGroup, halves);
         put_group(values, Storage::kBytes, lane, block);
-        put_halves(halves[0], halves[1], lane, block + value_bytes(Storage::kBytes));
+        put_halves(halves, lane, block + value_bytes(Storage::kBytes));
     }
     for (std::int64_t k = num_fine; k < num_columns; k += 2 * kGroup, block += kScreenPairBytes) {
-        copied.coarse += round_numbers(columns + k, 2 * kGroup, 4, values, halves);
+        copied.coarse += round_numbers(columns + k, 2 * kGroup, 4, values, &halves);
         copied.size += size_of(values, 2 * kGroup, halves);
         for (int i = 0; i < 2; ++i) put_group(values + i * kGroup, Storage::kNibbles, lane, block + i * value_bytes(Storage::kNibbles));
-        put_halves(halves[0], halves[1], lane, block + 2 * value_bytes(Storage::kNibbles));
+        put_halves(halves, lane, block + 2 * value_bytes(Storage::kNibbles));
     }
-    put_halves(half_above(std::sqrt(copied.coarse)), half_above(std::sqrt(copied.fine)), lane, block);
+    put_halves({half_above(std::sqrt(copied.coarse)), half_above(std::sqrt(copied.fine))}, lane, block);
     return copied;
 }
 

@@ -112,6 +112,28 @@ inline void store_int8(int8_t* p, Vi a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
 }
 
+// Sixteen spans (spans.hpp), and of their codes the floats that are so many steps of 2^16 behind a base.
+inline __m256i join_code(const uint8_t* lower, __m256i nibbles, __m256i shifts) {
+    const __m256i upper = _mm256_and_si256(_mm256_srlv_epi32(nibbles, shifts), _mm256_set1_epi32(15));
+    return _mm256_or_si256(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(lower))), _mm256_slli_epi32(upper, 16));
+}
+inline Vi load_spans(const uint8_t* p) {
+    long long eight;
+    __builtin_memcpy(&eight, p + 32, sizeof eight);
+    const __m256i nibbles = _mm256_set1_epi64x(eight);
+    return {join_code(p, nibbles, _mm256_setr_epi32(0, 0, 4, 4, 8, 8, 12, 12)),
+            join_code(p + 16, nibbles, _mm256_setr_epi32(16, 16, 20, 20, 24, 24, 28, 28))};
+}
+inline __m256 steps_behind(__m256i steps, __m256i base) {
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_and_si256(steps, _mm256_set1_epi32(0x3ff0000)), base));
+}
+inline Vf low_ends(Vi spans, Vi base) {
+    return {steps_behind(_mm256_slli_epi32(spans.lo, 16), base.lo), steps_behind(_mm256_slli_epi32(spans.hi, 16), base.hi)};
+}
+inline Vf high_ends(Vi spans, Vi base) {
+    return {steps_behind(_mm256_slli_epi32(spans.lo, 6), base.lo), steps_behind(_mm256_slli_epi32(spans.hi, 6), base.hi)};
+}
+
 inline Vi sub(Vi a, Vi b) { return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)}; }
 inline Vi times_256(Vi a) { return {_mm256_slli_epi32(a.lo, 8), _mm256_slli_epi32(a.hi, 8)}; }
 inline Vi divide_256(Vi a) {  // halves upwards

@@ -98,6 +98,21 @@ inline void store_int8(int8_t* p, Vi a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(a));
 }
 
+// Sixteen spans (spans.hpp), and of their codes the floats that are so many steps of 2^16 behind a base.
+inline Vi load_spans(const uint8_t* p) {
+    const __m512i lower = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    long long nibbles;
+    __builtin_memcpy(&nibbles, p + 32, sizeof nibbles);
+    const __m512i turns = _mm512_setr_epi32(16, 16, 20, 20, 24, 24, 28, 28, 0, 0, 4, 4, 8, 8, 12, 12);  // to bits 16 to 19
+    const __m512i upper = _mm512_rorv_epi32(_mm512_set1_epi64(nibbles), turns);
+    return _mm512_ternarylogic_epi32(lower, upper, _mm512_set1_epi32(0xf0000), 0xf8);  // lower | (upper & mask)
+}
+inline Vf steps_behind(Vi steps, Vi base) {
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_and_si512(steps, _mm512_set1_epi32(0x3ff0000)), base));
+}
+inline Vf low_ends(Vi spans, Vi base) { return steps_behind(_mm512_slli_epi32(spans, 16), base); }
+inline Vf high_ends(Vi spans, Vi base) { return steps_behind(_mm512_slli_epi32(spans, 6), base); }
+
 inline Vi times_256(Vi a) { return _mm512_slli_epi32(a, 8); }
 #define SAKIYOMI_HAS_TERMS
 // Two terms [2][32] of 8 bits of 32 numbers of 0 to 32512, 256 times the first and the second; returns total + numbers.

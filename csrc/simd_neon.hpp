@@ -190,6 +190,43 @@ inline void store_int8(int8_t* p, Vi a) {
     vst1q_s8(p, vcombine_s8(vqmovn_s16(lo), vqmovn_s16(hi)));
 }
 
+// Sixteen spans (spans.hpp), and of their codes the floats that are so many steps of 2^16 behind a base.
+inline int32x4_t join_code(const uint8_t* lower, uint32x4_t nibbles, int32_t even, int32_t odd) {
+    const int32_t turns[4] = {even, even, odd, odd};
+    const uint32x4_t upper = vandq_u32(vshlq_u32(nibbles, vld1q_s32(turns)), vdupq_n_u32(15));
+    const uint16x4_t words = vreinterpret_u16_u8(vld1_u8(lower));
+    return vreinterpretq_s32_u32(vorrq_u32(vmovl_u16(words), vshlq_n_u32(upper, 16)));
+}
+inline Vi load_spans(const uint8_t* p) {
+    const uint32x2_t both = vreinterpret_u32_u8(vld1_u8(p + 32));
+    const uint32x4_t nibbles = vcombine_u32(both, both);
+    Vi r;
+    r.v0 = join_code(p, nibbles, 0, -4);
+    r.v1 = join_code(p + 8, nibbles, -8, -12);
+    r.v2 = join_code(p + 16, nibbles, -16, -20);
+    r.v3 = join_code(p + 24, nibbles, -24, -28);
+    return r;
+}
+inline float32x4_t steps_behind(int32x4_t steps, int32x4_t base) {
+    return vreinterpretq_f32_s32(vaddq_s32(vandq_s32(steps, vdupq_n_s32(0x3ff0000)), base));
+}
+inline Vf low_ends(Vi spans, Vi base) {
+    Vf r;
+    r.v0 = steps_behind(vshlq_n_s32(spans.v0, 16), base.v0);
+    r.v1 = steps_behind(vshlq_n_s32(spans.v1, 16), base.v1);
+    r.v2 = steps_behind(vshlq_n_s32(spans.v2, 16), base.v2);
+    r.v3 = steps_behind(vshlq_n_s32(spans.v3, 16), base.v3);
+    return r;
+}
+inline Vf high_ends(Vi spans, Vi base) {
+    Vf r;
+    r.v0 = steps_behind(vshlq_n_s32(spans.v0, 6), base.v0);
+    r.v1 = steps_behind(vshlq_n_s32(spans.v1, 6), base.v1);
+    r.v2 = steps_behind(vshlq_n_s32(spans.v2, 6), base.v2);
+    r.v3 = steps_behind(vshlq_n_s32(spans.v3, 6), base.v3);
+    return r;
+}
+
 inline Vi sub(Vi a, Vi b) {
     a.v0 = vsubq_s32(a.v0, b.v0);
     a.v1 = vsubq_s32(a.v1, b.v1);

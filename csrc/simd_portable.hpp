@@ -167,6 +167,33 @@ inline void store_int8(int8_t* p, Vi a) {
     LANES p[i] = static_cast<int8_t>(a.v[i] < -128 ? -128 : a.v[i] > 127 ? 127 : a.v[i]);
 }
 
+// Sixteen spans (spans.hpp), and of their codes the floats that are so many steps of 2^16 behind a base.
+inline Vi load_spans(const uint8_t* p) {
+    Vi r;
+    LANES {
+        uint16_t lower;
+        memcpy(&lower, p + 2 * i, sizeof lower);
+        r.v[i] = lower | (p[32 + i % 2 * 4 + i / 4] >> (i / 2 % 2 * 4) & 15) << 16;
+    }
+    return r;
+}
+inline float steps_behind(int32_t steps, int32_t base) {
+    const int32_t bits = static_cast<int32_t>(static_cast<uint32_t>(base) + (static_cast<uint32_t>(steps) << 16));
+    float r;
+    memcpy(&r, &bits, sizeof r);
+    return r;
+}
+inline Vf low_ends(Vi spans, Vi base) {
+    Vf r;
+    LANES r.v[i] = steps_behind(spans.v[i] & 0x3ff, base.v[i]);
+    return r;
+}
+inline Vf high_ends(Vi spans, Vi base) {
+    Vf r;
+    LANES r.v[i] = steps_behind(spans.v[i] >> 10, base.v[i]);
+    return r;
+}
+
 inline Vi sub(Vi a, Vi b) {
     LANES a.v[i] = static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) - static_cast<uint32_t>(b.v[i]));
     return a;

@@ -1,16 +1,20 @@
 // Packing matrices, and reading single rows back for embeddings.
 #include "weights.hpp"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <mutex>
 #include <new>
+#include <string>
 #include <vector>
 #if defined(__unix__) || defined(__APPLE__)
 #include <sys/mman.h>
 #define SAKIYOMI_HAS_MMAP 1
 #endif
 
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 
 #include "arrays.hpp"
@@ -84,7 +88,7 @@ NewBytes new_bytes(std::size_t count) {
 }
 
 void put_group(const std::uint8_t* values, Storage storage, std::int64_t lane, std::uint8_t* group) {
-    if (storage == Storage::kNibbles) {
+    if (is_in_nibbles(storage)) {
         for (int i = 0; i < kGroup / 2; ++i)
             group[(i / 4 * kLanes + lane) * 4 + i % 4] = static_cast<std::uint8_t>(values[i] | values[i + kGroup / 2] << 4);
     } else {
@@ -92,50 +96,124 @@ void put_group(const std::uint8_t* values, Storage storage, std::int64_t lane, s
     }
 }
 
-void put_halves(std::uint16_t scale, std::uint16_t min, std::int64_t lane, std::uint8_t* place) {
-    std::memcpy(place + lane * 2, &scale, 2);
-    std::memcpy(place + (kLanes + lane) * 2, &min, 2);
+void put_halves(GroupHalves halves, std::int64_t lane, std::uint8_t* place) {
+    std::memcpy(place + lane * 2, &halves.scale, 2);
+    std::memcpy(place + (kLanes + lane) * 2, &halves.min, 2);
+}
+
+GroupHalves get_halves(const PackedWeight& weight, std::int64_t n, std::int64_t index) {
+    const std::int64_t block = n / kLanes, lane = n % kLanes;
+    const std::uint8_t* place = weight.block(block) + place_of_group(weight.storage, index, weight.num_groups()).halves;
+    if (weight.storage == Storage::kSpans) {
+        SpanBases bases;
+        std::memcpy(&bases, weight.block(block), sizeof bases);
+        return halves_of_span(get_span(bases, lane, place));
+    }
+    GroupHalves halves;
+    std::memcpy(&halves.scale, place + lane * 2, 2);
+    std::memcpy(&halves.min, place + (kLanes + lane) * 2, 2);
+    return halves;
+}
+
+Group get_group(const PackedWeight& weight, std::int64_t n, std::int64_t index) {
+    Group group;
+    const std::uint8_t* source = weight.block(n / kLanes) + place_of_group(weight.storage, index, weight.num_groups()).values + n % kLanes * 4;
+    const bool is_small = is_in_nibbles(weight.storage);
+    for (int i = 0; i < kGroup; ++i) {
+        const int at = is_small ? i % (kGroup / 2) : i, byte = source[at / 4 * kLanes * 4 + at % 4];
+        group.values[i] = static_cast<std::uint8_t>(!is_small ? byte : i < kGroup / 2 ? byte & 15 : byte >> 4);
+    }
+    group.halves = get_halves(weight, n, index);
+    return group;
 }
 
 void unpack_row(const PackedWeight& weight, std::int64_t n, float* out) {
-    const std::uint8_t* source = weight.bytes.get() + n / kLanes * weight.block_bytes();
-    const std::int64_t lane = n % kLanes;
     if (!weight.is_quantized()) {
-        const float* floats = reinterpret_cast<const float*>(source);
-        for (std::int64_t k = 0; k < weight.num_inputs; ++k) out[k] = floats[k * kLanes + lane];
+        const float* floats = reinterpret_cast<const float*>(weight.block(n / kLanes)) + n % kLanes;
+        for (std::int64_t k = 0; k < weight.num_inputs; ++k) out[k] = floats[k * kLanes];
         return;
     }
-    const bool is_nibbles = weight.storage == Storage::kNibbles;
-    const std::int64_t size = value_bytes(weight.storage);
-    for (std::int64_t group = 0; group < weight.num_inputs / kGroup; ++group, source += group_bytes(weight.storage)) {
-        std::uint16_t halves[2];
-        std::memcpy(halves, source + size + lane * 2, 2);
-        std::memcpy(halves + 1, source + size + (kLanes + lane) * 2, 2);
-        const float scale = half_to_float(halves[0]), low = half_to_float(halves[1]);
-        for (int i = 0; i < kGroup; ++i) {
-            const int at = is_nibbles ? i % (kGroup / 2) : i, byte = source[(at / 4 * kLanes + lane) * 4 + at % 4];
-            const int value = !is_nibbles ? byte : i < kGroup / 2 ? byte & 15 : byte >> 4;
-            out[group * kGroup + i] = scale * static_cast<float>(value) + low;
-        }
+    for (std::int64_t k = 0; k < weight.num_inputs; k += kGroup) {
+        const Group group = get_group(weight, n, k / kGroup);
+        const float scale = half_to_float(group.halves.scale), low = half_to_float(group.halves.min);
+        for (int i = 0; i < kGroup; ++i) out[k + i] = scale * static_cast<float>(group.values[i]) + low;
     }
 }
 
 namespace {
 
+// Row n of what is to be packed: values [K], scales and mins [K / 32].
 struct QuantizedSource {
     const std::uint8_t* values;
     const std::uint16_t* scales;
     const std::uint16_t* mins;
+
+    GroupHalves halves(std::int64_t group) const { return {scales[group], mins[group]}; }
 };
 
-void pack_quantized_row(PackedWeight& weight, std::int64_t n, const QuantizedSource& source, std::int64_t row) {
-    const std::int64_t k = weight.num_inputs, num_groups = k / kGroup, lane = n % kLanes;
-    const std::int64_t size = value_bytes(weight.storage);
-    std::uint8_t* target = weight.bytes.get() + n / kLanes * weight.block_bytes();
-    for (std::int64_t group = 0; group < num_groups; ++group, target += group_bytes(weight.storage)) {
-        put_group(source.values + row * k + group * kGroup, weight.storage, lane, target);
-        put_halves(source.scales[row * num_groups + group], source.mins[row * num_groups + group], lane, target + size);
+// The spans of a block's rows as steps behind the smallest ends; empty where that is no short way.
+struct BlockSpans {
+    SpanBases bases{};
+    std::vector<Span> spans;  // [rows][groups]
+};
+
+BlockSpans find_spans(const QuantizedSource* rows, std::int64_t num_groups) {
+    BlockSpans found;
+    std::uint16_t least[2] = {0xffff, 0xffff}, most[2] = {0, 0};
+    for (std::int64_t lane = 0; lane < kLanes; ++lane)
+        for (std::int64_t group = 0; group < num_groups; ++group) {
+            Span span;
+            if (!find_span(rows[lane].halves(group), &span)) return {};
+            const std::uint16_t ends[2] = {span.low, span.high};
+            for (int i = 0; i < 2; ++i) {
+                least[i] = std::min(least[i], ends[i]);
+                most[i] = std::max(most[i], ends[i]);
+                if (most[i] - least[i] >> kSpanBits != 0) return {};
+            }
+            found.spans.push_back(span);
+        }
+    found.bases = {std::uint32_t{least[0]} << 16, std::uint32_t{least[1]} << 16};
+    return found;
+}
+
+// Of all blocks, or none.
+std::vector<BlockSpans> find_all_spans(const std::vector<QuantizedSource>& rows, std::int64_t num_groups) {
+    std::vector<BlockSpans> blocks;
+    if (rows.size() % kLanes != 0) return {};
+    for (std::size_t n = 0; n < rows.size(); n += kLanes) {
+        blocks.push_back(find_spans(rows.data() + n, num_groups));
+        if (blocks.back().spans.empty()) return {};
     }
+    return blocks;
+}
+
+void pack_spans(const BlockSpans& block, std::int64_t num_groups, std::uint8_t* target) {
+    std::size_t at = 0;
+    for (std::int64_t lane = 0; lane < kLanes; ++lane)
+        for (std::int64_t group = 0; group < num_groups; ++group)
+            put_span(block.spans[at++], block.bases, lane, target + place_of_group(Storage::kSpans, group, num_groups).halves);
+    std::memcpy(target, &block.bases, sizeof block.bases);
+}
+
+std::unique_ptr<PackedWeight> pack_rows(const std::vector<QuantizedSource>& rows, std::int64_t k, Storage storage) {
+    const std::int64_t num_groups = k / kGroup, num_rows = static_cast<std::int64_t>(rows.size());
+    const std::vector<BlockSpans> spans = storage == Storage::kNibbles ? find_all_spans(rows, num_groups) : std::vector<BlockSpans>();
+    auto weight = std::make_unique<PackedWeight>(spans.empty() ? storage : Storage::kSpans, num_rows, k);
+    std::uint8_t* target = weight->bytes.get();
+    for (std::int64_t n = 0; n < num_rows; ++n) {
+        const QuantizedSource& row = rows[static_cast<std::size_t>(n)];
+        std::uint8_t* block = target + n / kLanes * weight->block_bytes();
+        for (std::int64_t group = 0; group < num_groups; ++group) {
+            const GroupPlace place = place_of_group(weight->storage, group, num_groups);
+            put_group(row.values + group * kGroup, weight->storage, n % kLanes, block + place.values);
+            if (spans.empty()) put_halves(row.halves(group), n % kLanes, block + place.halves);
+        }
+    }
+    for (const BlockSpans& block : spans) {
+        pack_spans(block, num_groups, target);
+        target += weight->block_bytes();
+    }
+    return weight;
 }
 
 void pack_dense_row(PackedWeight& weight, std::int64_t n, const float* row) {
@@ -150,7 +228,7 @@ bool fits_nibbles(const std::uint8_t* values, std::int64_t count) {
 }
 
 // Parts: (values uint8 [N, K], scales float16 [N, K / 32], mins float16 [N, K / 32]) each. Values that all fit four bits
-// are stored in four, unless `bytes_only`.
+// are stored in four, unless `bytes_only`, and scales and mins as spans where these say the same.
 std::unique_ptr<PackedWeight> pack_quantized(const nb::list& parts, bool bytes_only) {
     std::vector<In<std::uint8_t, nb::ndim<2>>> values;
     std::vector<AnyInput> scales, mins;
@@ -174,15 +252,12 @@ std::unique_ptr<PackedWeight> pack_quantized(const nb::list& parts, bool bytes_o
     bool is_small = !bytes_only;
     for (const auto& part : values)
         is_small = is_small && fits_nibbles(part.data(), static_cast<std::int64_t>(part.shape(0)) * k);
-    auto weight = std::make_unique<PackedWeight>(is_small ? Storage::kNibbles : Storage::kBytes, n, k);
-    n = 0;
-    for (std::size_t part = 0; part < values.size(); ++part) {
-        const QuantizedSource source{values[part].data(), static_cast<const std::uint16_t*>(scales[part].data()),
-                                     static_cast<const std::uint16_t*>(mins[part].data())};
-        for (std::size_t row = 0; row < values[part].shape(0); ++row, ++n)
-            pack_quantized_row(*weight, n, source, static_cast<std::int64_t>(row));
-    }
-    return weight;
+    std::vector<QuantizedSource> rows;
+    for (std::size_t part = 0; part < values.size(); ++part)
+        for (std::int64_t row = 0; row < static_cast<std::int64_t>(values[part].shape(0)); ++row)
+            rows.push_back({values[part].data() + row * k, static_cast<const std::uint16_t*>(scales[part].data()) + row * (k / kGroup),
+                            static_cast<const std::uint16_t*>(mins[part].data()) + row * (k / kGroup)});
+    return pack_rows(rows, k, is_small ? Storage::kNibbles : Storage::kBytes);
 }
 
 // Parts: float32 [N, K] each.
@@ -204,9 +279,7 @@ std::unique_ptr<PackedWeight> pack_dense(const nb::list& parts) {
     return weight;
 }
 
-int value_bits(const PackedWeight& weight) {
-    return weight.storage == Storage::kFloats ? 32 : weight.storage == Storage::kBytes ? 8 : 4;
-}
+constexpr const char* kStorageNames[] = {"floats", "bytes", "nibbles", "spans"};  // in the order of Storage
 
 using PackedBytes = nb::ndarray<nb::numpy, const std::uint8_t, nb::ndim<1>, nb::c_contig>;
 
@@ -218,46 +291,51 @@ PackedBytes packed_bytes(nb::handle self) {
 }
 
 // The caller keeps `bytes` alive (nb::keep_alive).
-std::unique_ptr<PackedWeight> from_packed(int bits, std::int64_t n, std::int64_t k, In<std::uint8_t, nb::ndim<1>> bytes) {
-    check(bits == 4 || bits == 8 || bits == 32, "a packed weight has 4, 8 or 32 bits a value.");
-    const Storage storage = bits == 4 ? Storage::kNibbles : bits == 8 ? Storage::kBytes : Storage::kFloats;
-    auto weight = std::make_unique<PackedWeight>(storage, n, k, bytes.data());
+std::unique_ptr<PackedWeight> from_packed(const std::string& storage, std::int64_t n, std::int64_t k, In<std::uint8_t, nb::ndim<1>> bytes) {
+    const auto name = std::find(std::begin(kStorageNames), std::end(kStorageNames), storage);
+    check(name != std::end(kStorageNames), "a packed weight is stored as floats, bytes, nibbles or spans.");
+    auto weight = std::make_unique<PackedWeight>(static_cast<Storage>(name - std::begin(kStorageNames)), n, k, bytes.data());
     check_equal("the number of packed bytes", static_cast<std::int64_t>(bytes.shape(0)), weight->num_bytes());
     check(reinterpret_cast<std::uintptr_t>(bytes.data()) % 64 == 0, "packed bytes must start at a multiple of 64.");
     return weight;
 }
 
-// Rows `ids` of a weight, in that order, as a weight of its own with the same storage: nothing is rounded again.
+std::unique_ptr<PackedWeight> select_dense_rows(const PackedWeight& source, const std::int32_t* ids, std::int64_t count) {
+    auto chosen = std::make_unique<PackedWeight>(Storage::kFloats, count, source.num_inputs);
+    std::vector<float> row(static_cast<std::size_t>(source.num_inputs));
+    for (std::int64_t i = 0; i < count; ++i) {
+        unpack_row(source, ids[i], row.data());
+        pack_dense_row(*chosen, i, row.data());
+    }
+    return chosen;
+}
+
+std::unique_ptr<PackedWeight> select_quantized_rows(const PackedWeight& source, const std::int32_t* ids, std::int64_t count) {
+    const std::int64_t k = source.num_inputs, num_groups = k / kGroup;
+    std::vector<std::uint8_t> values(static_cast<std::size_t>(count * k));
+    std::vector<std::uint16_t> scales(static_cast<std::size_t>(count * num_groups)), mins(scales.size());
+    std::vector<QuantizedSource> rows;
+    for (std::int64_t i = 0; i < count; ++i) {
+        rows.push_back({values.data() + i * k, scales.data() + i * num_groups, mins.data() + i * num_groups});
+        for (std::int64_t index = 0; index < num_groups; ++index) {
+            const Group group = get_group(source, ids[i], index);
+            std::memcpy(values.data() + i * k + index * kGroup, group.values, kGroup);
+            scales[static_cast<std::size_t>(i * num_groups + index)] = group.halves.scale;
+            mins[static_cast<std::size_t>(i * num_groups + index)] = group.halves.min;
+        }
+    }
+    return pack_rows(rows, k, is_in_nibbles(source.storage) ? Storage::kNibbles : Storage::kBytes);
+}
+
+// Rows `ids` of a weight, in that order, as a weight of its own: nothing is rounded again.
 std::unique_ptr<PackedWeight> select_rows(const PackedWeight& source, In<std::int32_t, nb::ndim<1>> ids) {
-    const std::int64_t count = static_cast<std::int64_t>(ids.shape(0)), k = source.num_inputs;
+    const std::int64_t count = static_cast<std::int64_t>(ids.shape(0));
     for (std::int64_t i = 0; i < count; ++i)
         if (ids.data()[i] < 0 || ids.data()[i] >= source.num_outputs)
             throw std::out_of_range("row " + std::to_string(ids.data()[i]) + " is out of range; rows are 0 to " +
                                     std::to_string(source.num_outputs - 1) + ".");
-    auto chosen = std::make_unique<PackedWeight>(source.storage, count, k);
-    // In pieces of `unit` bytes a block holds [pieces][16 outputs]: 4 bytes of values, then halves, or floats.
-    const auto copy_pieces = [](std::uint8_t* target, std::int64_t to, const std::uint8_t* from, std::int64_t lane,
-                                std::int64_t unit, std::int64_t num_pieces) {
-        for (std::int64_t piece = 0; piece < num_pieces; ++piece)
-            std::memcpy(target + (piece * kLanes + to) * unit, from + (piece * kLanes + lane) * unit,
-                        static_cast<std::size_t>(unit));
-    };
     nb::gil_scoped_release released;
-    for (std::int64_t i = 0; i < count; ++i) {
-        const std::int64_t row = ids.data()[i], lane = row % kLanes, to = i % kLanes;
-        const std::uint8_t* from = source.bytes.get() + row / kLanes * source.block_bytes();
-        std::uint8_t* target = chosen->bytes.get() + i / kLanes * chosen->block_bytes();
-        if (!source.is_quantized()) {
-            copy_pieces(target, to, from, lane, 4, k);
-            continue;
-        }
-        const std::int64_t size = value_bytes(source.storage), step = group_bytes(source.storage);
-        for (std::int64_t group = 0; group < k / kGroup; ++group, from += step, target += step) {
-            copy_pieces(target, to, from, lane, 4, size / (4 * kLanes));
-            copy_pieces(target + size, to, from + size, lane, 2, 2);
-        }
-    }
-    return chosen;
+    return (source.is_quantized() ? select_quantized_rows : select_dense_rows)(source, ids.data(), count);
 }
 
 // A checksum that runs at the speed of memory: eight sums of words, each turned before the next word, joined at the end.
@@ -299,9 +377,9 @@ void bind_weights(nanobind::module_& m) {
         .def_static("from_dense", &pack_dense, nb::arg("parts"))
         .def_prop_ro("shape", [](const PackedWeight& w) { return nb::make_tuple(w.num_outputs, w.num_inputs); })
         .def_prop_ro("is_quantized", &PackedWeight::is_quantized)
-        .def_static("from_packed", &from_packed, nb::arg("bits"), nb::arg("n"), nb::arg("k"), nb::arg("bytes").noconvert(),
+        .def_static("from_packed", &from_packed, nb::arg("storage"), nb::arg("n"), nb::arg("k"), nb::arg("bytes").noconvert(),
                     nb::keep_alive<0, 4>())
-        .def_prop_ro("value_bits", &value_bits)
+        .def_prop_ro("storage", [](const PackedWeight& w) { return kStorageNames[static_cast<int>(w.storage)]; })
         .def_prop_ro("packed", &packed_bytes)
         .def_prop_ro("num_bytes", &PackedWeight::num_bytes);
     m.def("new_bytes", &new_bytes, nb::arg("count"));

@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "kernels.hpp"
+#include "spans.hpp"
 
 namespace sakiyomi {
 
@@ -45,16 +46,28 @@ struct PackedWeight {
     PackedWeight(Storage storage, std::int64_t n, std::int64_t k);                      // zeroed memory of its own
     PackedWeight(Storage storage, std::int64_t n, std::int64_t k, const std::uint8_t* packed);  // borrowed memory
     bool is_quantized() const { return storage != Storage::kFloats; }
+    std::int64_t num_groups() const { return num_inputs / kGroup; }
     std::int64_t num_blocks() const { return (num_outputs + kLanes - 1) / kLanes; }
     std::int64_t block_bytes() const {
-        return is_quantized() ? num_inputs / kGroup * group_bytes(storage) : num_inputs * kLanes * 4;
+        return is_quantized() ? quantized_block_bytes(storage, num_groups()) : num_inputs * kLanes * 4;
     }
+    const std::uint8_t* block(std::int64_t index) const { return bytes.get() + index * block_bytes(); }
     std::int64_t num_bytes() const { return num_blocks() * block_bytes(); }
 };
 
-// One output's values of a quantized group [32], and its scale and min, in the order of kernels.hpp.
+// A quantized group of one output.
+struct Group {
+    std::uint8_t values[kGroup];
+    GroupHalves halves;
+};
+
+// Puts the values, or the halves behind them, where kernels.hpp has them.
 void put_group(const std::uint8_t* values, Storage storage, std::int64_t lane, std::uint8_t* group);
-void put_halves(std::uint16_t scale, std::uint16_t min, std::int64_t lane, std::uint8_t* place);
+void put_halves(GroupHalves halves, std::int64_t lane, std::uint8_t* place);
+
+// Group `index` of row n of a quantized weight; its halves alone.
+Group get_group(const PackedWeight& weight, std::int64_t n, std::int64_t index);
+GroupHalves get_halves(const PackedWeight& weight, std::int64_t n, std::int64_t index);
 
 // Row n of a weight as floats [K].
 void unpack_row(const PackedWeight& weight, std::int64_t n, float* out);

@@ -39,7 +39,11 @@ def matrices() -> dict[str, Any]:
         values = rng.integers(0, highest + 1, (40, 96), dtype=np.uint8)
         return Quantized(values, scales, (-8 * scales).astype(np.float16))
 
-    return {"four": quantized(15), "eight": quantized(255), "floats": rng.standard_normal((5, 7)).astype(np.float32)}
+    mins = (-rng.integers(128, 256, (48, 3)) / 128).astype(np.float16)
+    scales = ((1 - mins.astype(np.float32)) / 15).astype(np.float16)
+    spans = Quantized(rng.integers(0, 16, (48, 96), dtype=np.uint8), scales, mins)
+    floats = rng.standard_normal((5, 7)).astype(np.float32)
+    return {"four": quantized(15), "eight": quantized(255), "spans": spans, "floats": floats}
 
 
 def run(store: PackedFile | None, loads: list[str]) -> dict[str, bytes]:
@@ -55,6 +59,8 @@ def run(store: PackedFile | None, loads: list[str]) -> dict[str, bytes]:
         weight = ops.named_weight(name, load)
         x = np.random.default_rng(1).standard_normal((3, weight.shape[1])).astype(np.float32)
         results[name] = ops.linear(x, weight).tobytes() + ops.embed(weight, np.arange(4, dtype=np.int32)).tobytes()
+        if name == "spans":
+            assert weight.storage == name
     if store is not None:
         store.save()
     return results
@@ -67,7 +73,7 @@ def run_again(model: Path, variant: str = "int8") -> tuple[dict[str, bytes], lis
 
 def test_the_second_start_loads_nothing_and_computes_the_same_bits(model: Path) -> None:
     expected = run(None, [])
-    assert run_again(model) == (expected, ["four", "eight", "floats"])
+    assert run_again(model) == (expected, ["four", "eight", "spans", "floats"])
     assert run_again(model) == (expected, [])
 
 
@@ -113,12 +119,12 @@ def test_what_was_written_is_mapped_in_huge_pages(model: Path) -> None:
 
 def test_a_changed_model_or_another_variant_packs_anew(model: Path) -> None:
     run_again(model)
-    assert run_again(model, "float32")[1] == ["four", "eight", "floats"]
+    assert run_again(model, "float32")[1] == ["four", "eight", "spans", "floats"]
     status = model.stat()
     model.write_bytes(b"weighty" * 1000)
-    assert len(run_again(model)[1]) == 3
+    assert len(run_again(model)[1]) == len(matrices())
     os.utime(model, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert len(run_again(model)[1]) == 3
+    assert len(run_again(model)[1]) == len(matrices())
     assert run_again(model)[1] == []
 
 
@@ -141,7 +147,7 @@ def test_a_damaged_file_is_rebuilt(model: Path, damage: str) -> None:
     path = next((model.parent / "cache" / "packed").iterdir())
     path.unlink()
     path.write_bytes(content)
-    assert run_again(model) == (expected, ["four", "eight", "floats"])
+    assert run_again(model) == (expected, ["four", "eight", "spans", "floats"])
     assert run_again(model) == (expected, [])
 
 
@@ -149,8 +155,8 @@ def test_no_cache_where_nothing_can_be_written(model: Path, monkeypatch: pytest.
     blocked = model.parent / "file"
     blocked.write_text("")
     monkeypatch.setenv("SAKIYOMI_CACHE", str(blocked))
-    assert len(run_again(model)[1]) == 3
-    assert len(run_again(model)[1]) == 3
+    assert len(run_again(model)[1]) == len(matrices())
+    assert len(run_again(model)[1]) == len(matrices())
 
 
 def test_small_models_are_not_kept(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +233,7 @@ def test_two_packers_of_one_model_do_not_disturb_each_other(model: Path) -> None
     third = PackedFile(mapped.path, "another source")  # type: ignore[union-attr]
     run(third, [])  # replaces the file that `mapped` holds
     assert run(mapped, []) == expected
-    assert run_again(model) == (expected, ["four", "eight", "floats"])
+    assert run_again(model) == (expected, ["four", "eight", "spans", "floats"])
 
 
 PACKER = """

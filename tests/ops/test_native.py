@@ -41,6 +41,21 @@ def random_quantized(rng: np.random.Generator, n: int, k: int) -> Quantized:
     return Quantized(rng.integers(0, 256, (n, k), dtype=np.uint8), scales, (-scales * 120).astype(np.float16))
 
 
+def round_as_llama_does(weights: Any) -> Quantized:
+    """Rows [N, K] in four bits with the ends of each group as `llama-quantize` writes them (Q4_1)."""
+    groups = weights.reshape(len(weights), -1, 32)
+    low, high = groups.min(axis=2), groups.max(axis=2)
+    scales = (high - low) / np.float32(15)
+    steps = (groups - low[..., None]) / np.where(scales == 0, np.float32(1), scales)[..., None]
+    values = np.minimum(steps + np.float32(0.5), 15).astype(np.uint8)
+    return Quantized(values.reshape(weights.shape), scales.astype(np.float16), low.astype(np.float16))
+
+
+def brain_floats(x: Any) -> Any:
+    """Numbers rounded to bfloat16."""
+    return ((x.view(np.uint32) + 0x8000) & 0xFFFF0000).view(np.float32)
+
+
 def rounded_queries(q: Any) -> Any:
     """What attention over bytes makes of queries [R, Q, D]: the same along D, its last group filled with zeros."""
     num_rows, num_heads, dim = q.shape
@@ -474,10 +489,14 @@ import numpy as np
 from sakiyomi.ops.native import NativeOps
 from sakiyomi.types import Quantized
 rng, digest = np.random.default_rng(5), hashlib.sha256()
-for n, k in [(1, 32), (17, 96), (130, 576), (64, 1568), (50, 4640)]:
-    for top in (16, 256):
+for n, k in [(1, 32), (17, 96), (130, 576), (64, 1568), (48, 4640)]:
+    for top, is_span in [(16, False), (256, False), (16, n % 16 == 0)]:
         values = rng.integers(0, top, (n, k), np.uint8)
         scales, mins = (rng.standard_normal((n, k // 32)).astype(np.float16) for _ in range(2))
+        if is_span:
+            mins = (-rng.integers(64, 128, mins.shape) / 64).astype(np.float16)
+            scales = ((1 - mins.astype(np.float32)) / 15).astype(np.float16)
+            assert NativeOps(threads=1).weight(Quantized(values, scales, mins)).storage == "spans"
         for threads in (1, 2):
             ops = NativeOps(threads=threads)
             weight = ops.weight(Quantized(values, scales, mins))
@@ -536,7 +555,7 @@ class TestStorage:
         monkeypatch.setenv("SAKIYOMI_STORAGE", "8bit")
         large = NativeOps(threads=2)
         four, eight = small.weight(w), large.weight(w)
-        assert (four.value_bits, eight.value_bits) == (4, 8)
+        assert (four.storage, eight.storage) == ("nibbles", "bytes")
         assert eight.num_bytes > 1.7 * four.num_bytes
         for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 23, 64):
             x = normal(rng, rows, k) * 3
@@ -548,7 +567,83 @@ class TestStorage:
         w = random_quantized(rng, 20, 64)
         values = w.values % 16
         values[19, 63] = 16
-        assert NativeOps(threads=1).weight(Quantized(values, w.scales, w.mins)).value_bits == 8
+        assert NativeOps(threads=1).weight(Quantized(values, w.scales, w.mins)).storage == "bytes"
+
+    @pytest.mark.parametrize("num_groups", [1, 2, 3, 7, 8, 9, 15, 16, 17, 18, 48])
+    def test_spans_say_the_same_in_fewer_bytes(
+        self, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, num_groups: int
+    ) -> None:
+        """Groups of bfloat16 weights: their ends in place of scale and min, and not a bit of a result changes."""
+        for n, scale in [(16, 1.0), (48, 1e-3), (144, 100.0)]:
+            w = round_as_llama_does(brain_floats(normal(rng, n, 32 * num_groups) * np.float32(scale)))
+            small = NativeOps(threads=2)
+            monkeypatch.setenv("SAKIYOMI_STORAGE", "8bit")
+            large = NativeOps(threads=2)
+            monkeypatch.delenv("SAKIYOMI_STORAGE")
+            spans, eight = small.weight(w), large.weight(w)
+            assert (spans.storage, eight.storage) == ("spans", "bytes")
+            assert spans.num_bytes == n // 16 * 64 * -(-(num_groups * (256 + 40) + 8) // 64)
+            for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 23, 64):
+                x = normal(rng, rows, 32 * num_groups) * 3
+                assert small.linear(x, spans).tobytes() == large.linear(x, eight).tobytes(), rows
+            ids = np.arange(n, dtype=np.int32)
+            assert small.embed(spans, ids).tobytes() == w.dequantize().tobytes()
+            norm = np.ones(32 * num_groups, np.float32)
+            x = normal(rng, 3, 32 * num_groups)
+            assert small.best_ids(x, norm, 1e-5, spans).tolist() == large.best_ids(x, norm, 1e-5, eight).tolist()
+
+    @pytest.mark.parametrize("binades", [7, 8, 9, 12])
+    def test_spans_hold_eight_powers_of_two(self, rng: np.random.Generator, binades: int) -> None:
+        weights = brain_floats(normal(rng, 32, 96))
+        weights[5, 32:64] *= np.float32(2.0**-binades)
+        w = round_as_llama_does(weights)
+        weight = NativeOps(threads=1).weight(w)
+        ends = [w.mins[:16], w.dequantize().reshape(32, 3, 32).max(axis=2)[:16]]
+        needed = max(np.log2(np.abs(end)).max() - np.log2(np.abs(end)).min() for end in ends)
+        if abs(needed - 8) > 0.2:  # within it depends on the last bits
+            assert weight.storage == ("spans" if needed < 8 else "nibbles")
+        assert NativeOps(threads=1).embed(weight, np.arange(32)).tobytes() == w.dequantize().tobytes()
+
+    @pytest.mark.parametrize("change", ["rows", "scale", "min", "positive", "flat", "zero", "infinite", "nan", "tiny"])
+    def test_what_spans_cannot_say_keeps_its_halves(
+        self, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, change: str
+    ) -> None:
+        w = round_as_llama_does(brain_floats(normal(rng, 33 if change == "rows" else 32, 96)))
+        scales, mins = w.scales.copy(), w.mins.copy()
+        if change == "scale":
+            scales.view(np.uint16)[31, 2] ^= 1
+        elif change == "min":
+            mins.view(np.uint16)[31, 2] ^= 1
+        elif change == "positive":
+            mins[31, 2] *= -1
+        elif change == "flat":
+            scales[31, 2] = 0
+        elif change == "zero":
+            scales[31, 2] = mins[31, 2] = 0
+        elif change == "infinite":
+            scales[31, 2] = np.inf
+        elif change == "nan":
+            mins[31, 2] = np.nan
+        elif change == "tiny":
+            mins[:16] *= np.float16(2.0**-14)
+            scales[:16] *= np.float16(2.0**-14)
+        changed = Quantized(w.values, scales, mins)
+        small = NativeOps(threads=1)
+        monkeypatch.setenv("SAKIYOMI_STORAGE", "8bit")
+        large = NativeOps(threads=1)
+        halves, eight = small.weight(changed), large.weight(changed)
+        assert halves.storage == "nibbles"
+        x = normal(rng, 3, 96)
+        assert small.linear(x, halves).tobytes() == large.linear(x, eight).tobytes()
+
+    def test_selected_rows_of_spans_are_the_rows(self, rng: np.random.Generator) -> None:
+        ops = NativeOps(threads=1)
+        w = round_as_llama_does(brain_floats(normal(rng, 64, 320)))
+        for count in (1, 16, 31, 48):
+            ids = rng.integers(0, 64, count).astype(np.int32)
+            chosen = ops.select_rows(ops.weight(w), ids)
+            assert chosen.storage == ("spans" if count % 16 == 0 else "nibbles")
+            assert ops.embed(chosen, np.arange(count)).tobytes() == w.dequantize()[ids].tobytes()
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -559,7 +654,8 @@ def test_selected_rows_are_the_rows(ops: NativeOps, rng: np.random.Generator, bi
     chosen = ops.select_rows(weight, ids)
     x = normal(rng, 3, 96)
     assert chosen.shape == (21, 96)
-    assert chosen.value_bits == weight.value_bits == (32 if ops.dtype == "float32" else bits)
+    storage = "floats" if ops.dtype == "float32" else "bytes" if bits == 8 else "nibbles"
+    assert chosen.storage == weight.storage == storage
     assert np.array_equal(ops.linear(x, chosen), ops.linear(x, weight)[:, ids])
     assert np.array_equal(ops.embed(chosen, np.arange(21)), ops.embed(weight, ids))
     for wrong in (-1, 50):

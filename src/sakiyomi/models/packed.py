@@ -28,7 +28,7 @@ from sakiyomi.hub import cache_folder
 from sakiyomi.ops.native import Packed, checksum
 
 MAGIC = b"SAKIPACK"
-VERSION = 1
+VERSION = 2
 PREFIX = struct.Struct("<8sQQQ")
 ALIGNMENT = 4096
 HEAD_BYTES = 1 << 16
@@ -158,7 +158,7 @@ def _write(path: Path, source: Any, weights: dict[str, Packed]) -> None:
     offset = 0
     for name, packed in weights.items():
         size = packed.data.size
-        entries[name] = {"bits": packed.bits, "shape": packed.shape, "offset": offset, "bytes": size}
+        entries[name] = {"storage": packed.storage, "shape": packed.shape, "offset": offset, "bytes": size}
         entries[name]["checksum"] = checksum(packed.data)
         offset += -(-size // ALIGNMENT) * ALIGNMENT
     header = json.dumps({"source": source, "weights": entries}).encode()
@@ -198,7 +198,7 @@ def _read(path: Path, source: Any) -> dict[str, Packed]:
             part = pages[entry["offset"] : entry["offset"] + entry["bytes"]]
             if part.size != entry["bytes"] or checksum(part) != entry["checksum"]:
                 return {}
-            weights[name] = Packed(entry["bits"], (entry["shape"][0], entry["shape"][1]), part)
+            weights[name] = Packed(entry["storage"], (entry["shape"][0], entry["shape"][1]), part)
     except (OSError, ValueError, struct.error):
         return {}
     return weights

@@ -74,12 +74,12 @@ class Packed:
     """A weight as the kernels read it.
 
     Attributes:
-        bits: per value: 4, 8 or 32.
+        storage: "floats", "bytes", "nibbles" or "spans" (csrc/kernels.hpp).
         shape: [N, K].
         data: uint8, at an address that is a multiple of 64; its layout is that of csrc/kernels.hpp.
     """
 
-    bits: int
+    storage: str
     shape: tuple[int, int]
     data: npt.NDArray[np.uint8]
 
@@ -166,10 +166,10 @@ class NativeOps(Ops):
     def named_weight(self, name: str, load: Callable[[], Matrix | Sequence[Matrix]]) -> Any:
         kept = None if self._store is None else self._store.find(name)
         if kept is not None:
-            return _native.PackedWeight.from_packed(kept.bits, *kept.shape, kept.data)
+            return _native.PackedWeight.from_packed(kept.storage, *kept.shape, kept.data)
         weight = self.weight(load())
         if self._store is not None:
-            self._store.add(name, Packed(weight.value_bits, weight.shape, weight.packed))
+            self._store.add(name, Packed(weight.storage, weight.shape, weight.packed))
         return weight
 
     def prepare_head(self, name: str, head: Any, norm: Floats) -> None:
@@ -181,7 +181,7 @@ class NativeOps(Ops):
             return
         _native.set_screen(head, screen)
         if kept is None and self._store is not None:
-            self._store.add(name, Packed(8, head.shape, screen))
+            self._store.add(name, Packed("bytes", head.shape, screen))
 
     def to_numpy(self, x: Floats) -> Floats:
         return x
