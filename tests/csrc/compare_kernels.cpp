@@ -12,6 +12,7 @@
 #include "half.hpp"
 #include "kernels.hpp"
 #include "kv_bytes.hpp"
+#include "spans.hpp"
 
 namespace {
 
@@ -66,15 +67,20 @@ std::string name_of(const char* what, std::initializer_list<std::int64_t> sizes)
 // ---------------------------------------------------------------------------------------------- products
 
 std::vector<std::uint8_t> random_weights(Storage storage, std::int64_t num_blocks, std::int64_t num_groups, bool is_extreme) {
-    std::vector<std::uint8_t> weights(static_cast<std::size_t>(num_blocks * num_groups * group_bytes(storage)));
-    std::uint8_t* at = weights.data();
-    for (std::int64_t group = 0; group < num_blocks * num_groups; ++group) {
-        for (std::int64_t i = 0; i < value_bytes(storage); ++i) *at++ = is_extreme ? 255 : static_cast<std::uint8_t>(random_bits());
-        std::uint16_t halves[2 * kLanes];
-        for (int i = 0; i < kLanes; ++i) halves[i] = float_to_half(0.02f + random_float(0.01f));
-        for (int i = kLanes; i < 2 * kLanes; ++i) halves[i] = float_to_half(random_float(1.0f));
-        std::memcpy(at, halves, sizeof halves);
-        at += sizeof halves;
+    const std::int64_t block_bytes = quantized_block_bytes(storage, num_groups);
+    std::vector<std::uint8_t> weights(static_cast<std::size_t>(num_blocks * block_bytes));
+    for (std::uint8_t& byte : weights) byte = static_cast<std::uint8_t>(random_bits());
+    for (std::uint8_t* block = weights.data(); block < weights.data() + weights.size(); block += block_bytes) {
+        const SpanBases bases{bits_of_float(-0.001f), bits_of_float(0.002f)};
+        if (storage == Storage::kSpans) std::memcpy(block, &bases, sizeof bases);
+        for (std::int64_t group = 0; group < num_groups; ++group) {
+            const GroupPlace place = place_of_group(storage, group, num_groups);
+            if (is_extreme) std::memset(block + place.values, 255, static_cast<std::size_t>(value_bytes(storage)));
+            std::uint16_t halves[2 * kLanes];
+            for (int i = 0; i < kLanes; ++i) halves[i] = float_to_half(0.02f + random_float(0.01f));
+            for (int i = kLanes; i < 2 * kLanes; ++i) halves[i] = float_to_half(random_float(1.0f));
+            if (storage != Storage::kSpans) std::memcpy(block + place.halves, halves, sizeof halves);
+        }
     }
     return weights;
 }
@@ -93,7 +99,7 @@ std::vector<std::uint8_t> quantize_rows(const std::vector<float>& x, std::int64_
 }
 
 void compare_products() {
-    for (const Storage storage : {Storage::kBytes, Storage::kNibbles})
+    for (const Storage storage : {Storage::kBytes, Storage::kNibbles, Storage::kSpans})
         for (const std::int64_t width : {32, 96, 576})
             for (std::int64_t rows = 1; rows <= 19; ++rows)
                 for (const bool is_extreme : {false, true}) {
@@ -105,10 +111,10 @@ void compare_products() {
                         for (std::int64_t i = 0; i < kGroup; ++i) x[static_cast<std::size_t>(width + i)] = i % 2 ? 0.0f : 1e-35f;
                     const auto inputs = quantize_rows(x, rows, width);
                     const auto bias = random_floats(outputs), residual = random_floats(rows * outputs);
-                    const LinearJob plain{storage, weights.data(), groups * group_bytes(storage), outputs, width, inputs.data(),
+                    const LinearJob plain{storage, weights.data(), quantized_block_bytes(storage, groups), outputs, width, inputs.data(),
                                           0, rows, rows % 2 ? bias.data() : nullptr, rows % 3 ? residual.data() : nullptr,
                                           nullptr, outputs};
-                    compare<float>(name_of("quantized product", {value_bytes(storage), width, rows, is_extreme}), rows * outputs,
+                    compare<float>(name_of("quantized product", {static_cast<int>(storage), width, rows, is_extreme}), rows * outputs,
                                    [&](const Kernels& kernels, float* out) {
                                        LinearJob job = plain;
                                        job.outputs = out;
