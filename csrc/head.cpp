@@ -41,8 +41,10 @@ constexpr double kRoundingSlack = 1e-6;  // of sums and quotients of doubles bel
 constexpr double kLargestScore = 1e4;    // up to which floats bound scores to a hundredth
 constexpr float kUnderflow = 1e-30f;    // more than all results too small for a float can lose
 constexpr std::int64_t kRunShares = 16;
+static_assert(kShareOutputs == kChooseBlock, "a share is scanned as a block of logits");
 constexpr std::int64_t kGatheredPart = 3;  // fewer than this part of the rows are copied beside one another
-constexpr std::int64_t kScreenPause = 16;  // searches of as many rows without the copy after one in which it decided too little
+constexpr int kManyOutputs = 5;  // of a block, whose own logits take as long as those of the block
+constexpr std::int64_t kGatheredCost = 3;  // of sixteen outputs from here and there, in blocks
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // Sums over a group of 32 values of each of 16 outputs.
@@ -145,10 +147,11 @@ struct ScreenedRows {
     QuantizedRows fine = {}, coarse = {};  // two rows for each of the columns that weigh most: its terms
     std::vector<float> fine_lengths = {}, coarse_lengths = {};
     std::vector<float> roundings = {};  // of sums over the head and over the copy, at most
+    float* most = nullptr;              // [shares][rows][kShareOutputs], that outputs may be beside what the copy reads wrongly
 
     ScreenedRows() = default;
-    ScreenedRows(const HeadScreen* copy, std::int64_t num_rows, std::uint8_t* bytes)
-        : screen(copy), fine_lengths(static_cast<std::size_t>(num_rows)), coarse_lengths(fine_lengths), roundings(fine_lengths) {
+    ScreenedRows(const HeadScreen* copy, std::int64_t num_rows, std::uint8_t* bytes, float* room)
+        : screen(copy), fine_lengths(static_cast<std::size_t>(num_rows)), coarse_lengths(fine_lengths), roundings(fine_lengths), most(room) {
         if (screen == nullptr) return;
         fine = {bytes, screen->num_fine(), 2 * num_rows};
         coarse = {bytes + QuantizedRows::num_bytes(fine.width, fine.num_rows), screen->num_coarse(), num_rows};
@@ -177,12 +180,13 @@ struct ScreenedRows {
         return length_of(ordered.data(), width);
     }
 
-    // The most that outputs of a share may be, to `sums` [rows][kShareOutputs], beside what the copy reads wrongly of a row.
-    void scan(const Kernels& kernel, std::int64_t share, std::int64_t num_outputs, float* sums) const {
+    float* most_of(std::int64_t share) const { return most + share * coarse.num_rows * kShareOutputs; }
+
+    void scan(const Kernels& kernel, std::int64_t share, std::int64_t num_outputs) const {
         ScreenJob job = screen->job_of_share(share, fine, coarse);
         job.coarse_lengths = coarse_lengths.data();
         job.fine_lengths = fine_lengths.data();
-        job.outputs = sums;
+        job.outputs = most_of(share);
         job.output_stride = kShareOutputs;
         kernel.screen_blocks(&job, 0, (num_outputs + kLanes - 1) / kLanes);
     }
@@ -252,14 +256,22 @@ struct Found {
     }
 };
 
+// An output whose logit is wanted of rows, a bit each.
+struct Wanted {
+    std::int32_t id;
+    std::uint32_t rows;
+};
+
 // What one thread works with.
 struct Desk {
     float* sums;  // [rows][kShareOutputs]
     std::uint8_t *first, *rest;  // rooms for all rows
     std::vector<Found> found;
     std::vector<std::int32_t> chosen;
-    std::int64_t num_decided = 0, num_blocks = 0;  // pairs of a row and a share or block; those read for them
+    std::int64_t num_decided = 0, num_blocks = 0;  // pairs of a row and a share or block; what these cost, in blocks read
     std::vector<Rival> rivals = {};
+    std::vector<Wanted> wanted = {};      // at most 16
+    std::vector<std::uint8_t> block = {};  // room for these
 
     const Found& at(std::int64_t row) const { return found[static_cast<std::size_t>(row)]; }
     Found& at(std::int64_t row) { return found[static_cast<std::size_t>(row)]; }
@@ -296,22 +308,25 @@ struct Search {
         return lengths[at] * norms[share] + screened.roundings[at] + kUnderflow;
     }
 
+    bool is_screened() const { return screened.screen != nullptr; }
+
     // The first term over a share, or the most that the copy leaves room for.
     void scan_share(std::int64_t share, Desk& desk) {
-        const LinearJob here = job_of_share(job, share, desk.sums);
+        float* sums = is_screened() ? screened.most_of(share) : desk.sums;
+        const LinearJob here = job_of_share(job, share, sums);
         const std::int64_t width = outputs_of_share(here);
-        if (screened.screen == nullptr)
-            run_share_job(kernel, weight, here);
+        if (is_screened())
+            screened.scan(kernel, share, width);
         else
-            screened.scan(kernel, share, width, desk.sums);
+            run_share_job(kernel, weight, here);
         for (std::int64_t row = 0; row < num_rows; ++row)
-            std::fill(desk.sums + row * kShareOutputs + width, desk.sums + (row + 1) * kShareOutputs, -kInfinity);
+            std::fill(sums + row * kShareOutputs + width, sums + (row + 1) * kShareOutputs, -kInfinity);
         float* largest = maxima.data() + share * num_rows;
-        const bool has_nan = kernel.scan_blocks(desk.sums, num_rows, largest);
-        kernel.scan_lanes(desk.sums, num_rows * kShareBlocks, block_maxima.data() + share * num_rows * kShareBlocks);
+        const bool has_nan = kernel.scan_blocks(sums, num_rows, largest);
+        if (!is_screened()) kernel.scan_lanes(sums, num_rows * kShareBlocks, block_maxima.data() + share * num_rows * kShareBlocks);
         for (std::int64_t row = 0; row < num_rows; ++row) {
             desk.at(row).see_peak(largest[row], share);
-            if (has_nan) desk.at(row).has_nan |= !is_within(desk.sums + row * kShareOutputs, width, kInfinity);
+            if (has_nan) desk.at(row).has_nan |= !is_within(sums + row * kShareOutputs, width, kInfinity);
             if (draws(row) && !is_left_out(row)) draw_share(share, row, largest[row], desk);
         }
     }
@@ -380,6 +395,7 @@ struct Search {
         Found all;
         for (const Desk& one : desks) all.see_peak(one.at(row).peak, one.at(row).peak_share);
         if (draws(row)) decide_favourite(row, desk);
+        if (is_screened()) return decide_screened_peak(row, all.peak_share, desk);
         peak_shares[static_cast<std::size_t>(row)] = all.peak_share;
         desk.chosen.assign(1, static_cast<std::int32_t>(row));
         const std::int64_t width = outputs_of_share(job_of_share(job, all.peak_share, nullptr));
@@ -388,6 +404,81 @@ struct Search {
         for (std::int64_t i = 1; i < width; ++i)
             largest = desk.sums[i] > largest ? desk.sums[i] : largest;
         surely[static_cast<std::size_t>(row)] = largest;
+    }
+
+    // The output that may be the largest of all.
+    void decide_screened_peak(std::int64_t row, std::int64_t share, Desk& desk) {
+        const float* most = screened.most_of(share) + row * kShareOutputs;
+        const std::int64_t id = share * kShareOutputs + kernel.argmax(most, kShareOutputs);
+        desk.wanted.push_back({static_cast<std::int32_t>(id), 1u << row});
+        decide_wanted(desk);
+        surely[static_cast<std::size_t>(row)] = desk.at(row).value;
+    }
+
+    // Bits of the outputs of a share that may be the largest logit of a row.
+    std::uint64_t find_outputs(std::int64_t share, std::int64_t row) const {
+        if (!may_hold(row, share, maxima[static_cast<std::size_t>(share * num_rows + row)])) return 0;
+        const float sure = surely[static_cast<std::size_t>(row)], slack = bound(row, share);
+        const float least = sure - slack - 0x1p-22f * (std::fabs(sure) + slack);  // a little less than `may_hold` asks for
+        return kernel.find_in_block(screened.most_of(share) + row * kShareOutputs, std::isnan(least) ? -kInfinity : least);
+    }
+
+    // Those of all rows: by themselves where they are few of a block, else by the head's block.
+    void collect_share(std::int64_t share, Desk& desk) {
+        constexpr std::uint64_t kBlock = (1u << kLanes) - 1;
+        std::uint64_t found[kScreenedRows], all = 0;
+        for (std::int64_t row = 0; row < num_rows; ++row) all |= found[row] = find_outputs(share, row);
+        for (std::int64_t i = 0; i < kShareOutputs; i += kLanes) {
+            const std::uint64_t here = all & kBlock << i;
+            const bool are_many = __builtin_popcountll(here) >= kManyOutputs;
+            if (are_many) decide_block(share * kShareBlocks + i / kLanes, found, here, desk);
+            for (std::uint64_t bits = are_many ? 0 : here; bits != 0; bits &= bits - 1) {
+                const int at = __builtin_ctzll(bits);
+                std::uint32_t rows = 0;
+                for (std::int64_t row = 0; row < num_rows; ++row) rows |= static_cast<std::uint32_t>(found[row] >> at & 1) << row;
+                want(share * kShareOutputs + at, rows, desk);
+            }
+        }
+    }
+
+    // A block for the rows that have found any of these outputs.
+    void decide_block(std::int64_t block, const std::uint64_t* found, std::uint64_t outputs, Desk& desk) {
+        desk.chosen.clear();
+        for (std::int32_t row = 0; row < num_rows; ++row)
+            if ((found[row] & outputs) != 0) desk.chosen.push_back(row);
+        choose_all(desk);
+        decide_chosen(block, outputs_of_block(block), desk);
+    }
+
+    void want(std::int64_t id, std::uint32_t rows, Desk& desk) {
+        if (desk.wanted.size() == kLanes) decide_wanted(desk);
+        desk.wanted.push_back({static_cast<std::int32_t>(id), rows});
+        const std::uint8_t* place = screened.screen->row(id);
+        for (std::int64_t line = 0; line < HeadScreen::row_bytes(weight.num_inputs); line += 64) __builtin_prefetch(place + line);
+    }
+
+    // The logits that are wanted of any row, of all rows that want one.
+    void decide_wanted(Desk& desk) {
+        if (desk.wanted.empty()) return;
+        std::uint32_t rows = 0;
+        std::int32_t ids[kLanes];
+        const std::int64_t width = static_cast<std::int64_t>(desk.wanted.size());
+        for (std::int64_t i = 0; i < kLanes; ++i) {
+            const Wanted& one = desk.wanted[static_cast<std::size_t>(std::min(i, width - 1))];
+            rows |= one.rows;
+            ids[i] = one.id;
+        }
+        desk.chosen.clear();
+        for (std::int32_t row = 0; row < num_rows; ++row)
+            if (rows >> row & 1) desk.chosen.push_back(row);
+        choose_all(desk);
+        desk.block.resize(static_cast<std::size_t>(weight.block_bytes()));
+        screened.screen->gather_block(ids, desk.block.data());
+        add_chosen(desk.block.data(), width, desk);
+        desk.num_blocks += kGatheredCost - 1;
+        for (std::size_t k = 0; k < desk.chosen.size(); ++k)
+            for (std::int64_t i = 0; i < width; ++i) desk.at(desk.chosen[k]).see(desk.sums + static_cast<std::int64_t>(k) * kShareOutputs + i, 1, ids[i]);
+        desk.wanted.clear();
     }
 
     // The blocks of a share, each for the rows whose largest logit it may hold.
@@ -403,10 +494,7 @@ struct Search {
                 if (may_hold(row, share, block_maxima[static_cast<std::size_t>((share * num_rows + row) * kShareBlocks + block - first)]))
                     desk.chosen.push_back(static_cast<std::int32_t>(row));
             if (desk.chosen.empty()) continue;
-            if (static_cast<std::int64_t>(desk.chosen.size()) * kGatheredPart >= num_rows) {  // all of them are less work than copies of these
-                desk.chosen.resize(static_cast<std::size_t>(num_rows));
-                std::iota(desk.chosen.begin(), desk.chosen.end(), 0);
-            }
+            choose_all(desk);
             decide_chosen(block, outputs_of_block(block), desk);
         }
     }
@@ -419,6 +507,20 @@ struct Search {
 
     // Both terms over `width` outputs from a block on, for the rows chosen.
     void decide_chosen(std::int64_t block, std::int64_t width, Desk& desk) {
+        add_chosen(weight.block(block), width, desk);
+        for (std::size_t k = 0; k < desk.chosen.size(); ++k)
+            desk.at(desk.chosen[k]).see(desk.sums + static_cast<std::int64_t>(k) * kShareOutputs, width, block * kLanes);
+    }
+
+    // Chooses all rows where these are less work than copies of the chosen ones.
+    void choose_all(Desk& desk) const {
+        if (static_cast<std::int64_t>(desk.chosen.size()) * kGatheredPart < num_rows) return;
+        desk.chosen.resize(static_cast<std::size_t>(num_rows));
+        std::iota(desk.chosen.begin(), desk.chosen.end(), 0);
+    }
+
+    // The same to `sums` alone; the weights of these outputs are at `outputs`.
+    void add_chosen(const std::uint8_t* outputs, std::int64_t width, Desk& desk) {
         const std::int64_t count = static_cast<std::int64_t>(desk.chosen.size());
         LinearJob needed = job;
         const std::uint8_t* second = rest.bytes;
@@ -429,11 +531,9 @@ struct Search {
             needed.inputs = desk.first;
             second = desk.rest;
         }
-        needed.weights += block * needed.block_bytes;
+        needed.weights = outputs;
         needed.num_outputs = width;
         add_both_terms(kernel, weight, needed, second, 0, desk.sums);
-        for (std::int64_t i = 0; i < count; ++i)
-            desk.at(desk.chosen[static_cast<std::size_t>(i)]).see(desk.sums + i * kShareOutputs, width, block * kLanes);
         desk.num_decided += count;
         ++desk.num_blocks;
     }
@@ -462,30 +562,29 @@ std::int64_t find_ids(const float* x, std::int64_t num_rows, const PackedWeight&
 
     const bool draws = choices != nullptr && std::any_of(choices, choices + num_rows, [](const RowChoice& one) { return one.temperature != 0; });
     const HeadScreen* screen = num_rows <= kScreenedRows && bounds == nullptr && !draws ? weight.screen.get() : nullptr;
-    if (screen != nullptr && weight.screen_pauses[num_rows] > 0) {
-        --weight.screen_pauses[num_rows];
-        screen = nullptr;
-    }
+    if (screen != nullptr && !weight.screen_pauses[num_rows].ask()) screen = nullptr;
     const std::int64_t term_bytes = is_quantized ? QuantizedRows::num_bytes(width, num_rows) : 0;
     const std::int64_t normed_bytes = (num_rows * width * 4 + 63) / 64 * 64, sums_bytes = num_rows * kShareOutputs * 4;
     const std::int64_t rank_bytes = sums_bytes + 2 * term_bytes;
+    const std::int64_t most_bytes = screen == nullptr ? 0 : num_shares * sums_bytes;
     std::uint8_t* scratch = reinterpret_cast<std::uint8_t*>(
-        lease.scratch(static_cast<std::size_t>(4 * term_bytes + 2 * normed_bytes + team_size * rank_bytes)));
+        lease.scratch(static_cast<std::size_t>(4 * term_bytes + 2 * normed_bytes + team_size * rank_bytes + most_bytes)));
     const QuantizedRows first{scratch, width, num_rows}, rest{scratch + term_bytes, width, num_rows};
     float* normed = reinterpret_cast<float*>(scratch + 2 * term_bytes);
     float* left = reinterpret_cast<float*>(scratch + 2 * term_bytes + normed_bytes);
     std::uint8_t* of_ranks = scratch + 2 * term_bytes + 2 * normed_bytes;
-    std::uint8_t* of_screen = of_ranks + team_size * rank_bytes;
+    float* most = reinterpret_cast<float*>(of_ranks + team_size * rank_bytes);
+    std::uint8_t* of_screen = of_ranks + team_size * rank_bytes + most_bytes;
 
     const void* inputs = is_quantized ? static_cast<const void*>(first.bytes) : normed;
     Search search{kernel, weight, new_norms ? new_norms.get() : weight.share_norms.get(), num_rows, first, rest,
                   linear_job(weight, inputs, width * 4, num_rows, nullptr, nullptr, nullptr, 0),
-                  std::vector<float>(rows_size), {}, {}, std::vector<std::int64_t>(rows_size), std::vector<float>(rows_size), {}, choices};
-    search.screened = ScreenedRows(screen, num_rows, of_screen);
+                  std::vector<float>(rows_size), {}, {}, std::vector<std::int64_t>(rows_size, -1), std::vector<float>(rows_size), {}, choices};
+    search.screened = ScreenedRows(screen, num_rows, of_screen, most);
     if (choices != nullptr) search.leads.assign(rows_size, -kInfinity);
     for (std::int64_t row = 0; choices != nullptr && row < num_rows; ++row) search.keys.emplace_back(choices[row].seed, choices[row].position);
     if (is_quantized) search.maxima.resize(rows_size * static_cast<std::size_t>(num_shares));
-    if (is_quantized) search.block_maxima.resize(search.maxima.size() * kShareBlocks);
+    if (is_quantized && screen == nullptr) search.block_maxima.resize(search.maxima.size() * kShareBlocks);
     for (int rank = 0; rank < team_size; ++rank) {
         std::uint8_t* own = of_ranks + rank * rank_bytes;
         search.desks.push_back({reinterpret_cast<float*>(own), own + sums_bytes, own + sums_bytes + term_bytes,
@@ -519,8 +618,9 @@ std::int64_t find_ids(const float* x, std::int64_t num_rows, const PackedWeight&
         if (choices != nullptr) search.decide_rivals(desk);
         team.share(rank, (num_shares + kRunShares - 1) / kRunShares, [&](std::int64_t run) {
             for (std::int64_t share = run * kRunShares; share < num_shares && share < (run + 1) * kRunShares; ++share)
-                search.decide_share(share, desk);
+                search.is_screened() ? search.collect_share(share, desk) : search.decide_share(share, desk);
         });
+        search.decide_wanted(desk);
     });
 
     if (bounds != nullptr)
@@ -542,7 +642,10 @@ std::int64_t find_ids(const float* x, std::int64_t num_rows, const PackedWeight&
         num_decided += desk.num_decided;
         num_blocks += desk.num_blocks;
     }
-    if (screen != nullptr && num_blocks * weight.block_bytes() > (weight.num_bytes() - screen->num_bytes()) * 3 / 4) weight.screen_pauses[num_rows] = kScreenPause;
+    if (screen != nullptr) {
+        const std::int64_t spared = weight.num_bytes() - screen->num_blocks() * screen->block_bytes();
+        weight.screen_pauses[num_rows].tell(num_blocks * weight.block_bytes() <= spared * 3 / 4);
+    }
     return num_decided;
 }
 

@@ -15,7 +15,7 @@ enum {
     kKeyBlock = 32,   // positions in a block of the online softmax
     kKeyChunk = 128,  // positions whose attention is one part, so that threads may share long contexts
     kAttendRows = 8,  // rows that share the conversion of a block
-    kScreenedRows = 8,  // rows whose best ids are sought in the coarse copy of a head first
+    kScreenedRows = 8,  // rows whose best ids are sought in the coarse copy of a head first, at most 32
     kPartHeader = 16, // floats before the sums of a part: the largest score, the total of the weights
     kMaxHeadDim = 512,
     kChooseBlock = 64,  // logits whose largest is known, and which share the call of a routine
@@ -79,9 +79,9 @@ struct LinearJob {
 // The most that outputs of a head may be, by its coarse copy (screen.hpp): y[r, n] = the copy's row n times x[r], and lengths
 // of n times those of x[r]. The fine columns are read by two terms of each row.
 struct ScreenJob {
-    const uint8_t* blocks;        // each: fine groups, coarse pairs of groups, then 16 lengths of coarse and 16 of fine columns
+    const uint8_t* blocks;        // each: fine groups, runs of coarse ones, then 16 lengths of coarse and 16 of fine columns
     int64_t block_bytes;
-    int64_t num_fine_groups, num_coarse_pairs;
+    int64_t num_fine_groups, num_coarse_groups;
     const uint8_t* fine_inputs;   // quantized rows, 2 * num_rows: row r's terms are rows 2 r and 2 r + 1
     const uint8_t* coarse_inputs; // quantized rows, num_rows
     int64_t num_rows;             // 1 to kScreenedRows
@@ -91,8 +91,8 @@ struct ScreenJob {
     int64_t output_stride;
 };
 
-// Two groups of nibbles, and the halves that both have.
-enum { kScreenPairBytes = kLanes * kGroup + kHalvesBytes };
+// Coarse groups share halves, which lie before them; the last run may be shorter.
+enum { kScreenRun = 4 };
 
 // Attention of up to four query heads of each of a few rows over those keys of one key/value head that lie in one chunk:
 // positions from `begin` (a multiple of kKeyChunk) to `begin` + kKeyChunk - 1.

@@ -9,6 +9,9 @@
 
 #include "half.hpp"
 #include "parallel.hpp"
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 namespace sakiyomi {
 namespace {
@@ -53,11 +56,23 @@ std::uint16_t half_above(double x) {
 // The square of the size of an output of the head.
 double size_of_output(const PackedWeight& head, std::int64_t n) {
     double square = 0;
-    for (std::int64_t index = 0; index < head.num_inputs / kGroup; ++index) {
+    for (std::int64_t index = 0; index < head.num_groups(); ++index) {
         const Group group = get_group(head, n, index);
         square += size_of(group.values, kGroup, group.halves);
     }
     return square;
+}
+
+// A row of the head by itself.
+void copy_row(const PackedWeight& head, std::int64_t n, std::uint8_t* row) {
+    const std::int64_t num_groups = head.num_groups();
+    std::uint8_t* halves = row + head.num_inputs;
+    for (std::int64_t index = 0; index < num_groups; ++index) {
+        const Group group = get_group(head, n, index);
+        std::memcpy(row + index * kGroup, group.values, kGroup);
+        std::memcpy(halves + index * 2, &group.halves.scale, 2);
+        std::memcpy(halves + (num_groups + index) * 2, &group.halves.min, 2);
+    }
 }
 
 // What making the copy of an output found: squares of lengths.
@@ -69,7 +84,7 @@ struct Copied {
 // Writes lane `lane` of a block, whose columns are ordered.
 Copied copy_output(const float* columns, std::int64_t num_columns, std::int64_t num_fine, std::int64_t lane, std::uint8_t* block) {
     Copied copied;
-    std::uint8_t values[2 * kGroup];
+    std::uint8_t values[kScreenRun * kGroup];
     GroupHalves halves;
     for (std::int64_t k = 0; k < num_fine; k += kGroup, block += group_bytes(Storage::kBytes)) {
         copied.fine += round_numbers(columns + k, kGroup, 8, values, &halves);
@@ -77,11 +92,13 @@ Copied copy_output(const float* columns, std::int64_t num_columns, std::int64_t 
         put_group(values, Storage::kBytes, lane, block);
         put_halves(halves, lane, block + value_bytes(Storage::kBytes));
     }
-    for (std::int64_t k = num_fine; k < num_columns; k += 2 * kGroup, block += kScreenPairBytes) {
-        copied.coarse += round_numbers(columns + k, 2 * kGroup, 4, values, &halves);
-        copied.size += size_of(values, 2 * kGroup, halves);
-        for (int i = 0; i < 2; ++i) put_group(values + i * kGroup, Storage::kNibbles, lane, block + i * value_bytes(Storage::kNibbles));
-        put_halves(halves, lane, block + 2 * value_bytes(Storage::kNibbles));
+    for (std::int64_t k = num_fine, count; k < num_columns; k += count) {
+        count = std::min(num_columns - k, std::int64_t{kScreenRun} * kGroup);
+        copied.coarse += round_numbers(columns + k, count, 4, values, &halves);
+        copied.size += size_of(values, count, halves);
+        put_halves(halves, lane, block);
+        block += kHalvesBytes;
+        for (std::int64_t i = 0; i < count; i += kGroup, block += value_bytes(Storage::kNibbles)) put_group(values + i, Storage::kNibbles, lane, block);
     }
     put_halves({half_above(std::sqrt(copied.coarse)), half_above(std::sqrt(copied.fine))}, lane, block);
     return copied;
@@ -112,7 +129,49 @@ bool HeadScreen::fits(const PackedWeight& head) {
 }
 
 std::int64_t HeadScreen::num_bytes(std::int64_t num_outputs, std::int64_t num_inputs) {
-    return head_bytes(num_inputs) + (num_outputs + kLanes - 1) / kLanes * block_bytes(num_inputs, fine_columns(num_inputs));
+    const std::int64_t num_blocks = (num_outputs + kLanes - 1) / kLanes;
+    const std::int64_t size = head_bytes(num_inputs) + num_blocks * block_bytes(num_inputs, fine_columns(num_inputs)) + num_outputs * row_bytes(num_inputs);
+    return (size + 63) / 64 * 64;
+}
+
+namespace {
+
+// Groups of four rows as `put_group` puts them, from `lane` on.
+void put_four(const std::uint8_t* const* values, std::int64_t lane, std::uint8_t* group) {
+#ifdef __SSE2__
+    for (std::int64_t at = 0; at < kGroup; at += 16) {
+        __m128i rows[4];
+        for (int i = 0; i < 4; ++i) rows[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values[i] + at));
+        const __m128i low01 = _mm_unpacklo_epi32(rows[0], rows[1]), low23 = _mm_unpacklo_epi32(rows[2], rows[3]);
+        const __m128i high01 = _mm_unpackhi_epi32(rows[0], rows[1]), high23 = _mm_unpackhi_epi32(rows[2], rows[3]);
+        const __m128i quads[4] = {_mm_unpacklo_epi64(low01, low23), _mm_unpackhi_epi64(low01, low23), _mm_unpacklo_epi64(high01, high23),
+                                  _mm_unpackhi_epi64(high01, high23)};
+        for (int quad = 0; quad < 4; ++quad) _mm_storeu_si128(reinterpret_cast<__m128i*>(group + ((at / 4 + quad) * kLanes + lane) * 4), quads[quad]);
+    }
+#else
+    for (int i = 0; i < 4; ++i) put_group(values[i], Storage::kBytes, lane + i, group);
+#endif
+}
+
+}  // namespace
+
+void HeadScreen::gather_block(const std::int32_t* ids, std::uint8_t* block) const {
+    const std::int64_t num_inputs = header().num_inputs, num_groups = num_inputs / kGroup;
+    for (std::int64_t lane = 0; lane < kLanes; lane += 4) {
+        const std::uint8_t* values[4];
+        for (int i = 0; i < 4; ++i) values[i] = row(ids[lane + i]);
+        std::uint8_t* group = block;
+        for (std::int64_t index = 0; index < num_groups; ++index, group += group_bytes(Storage::kBytes)) {
+            put_four(values, lane, group);
+            std::uint8_t* halves = group + value_bytes(Storage::kBytes) + lane * 2;
+            for (int i = 0; i < 4; ++i) {
+                const std::uint8_t* scale = values[i] + num_inputs + (2 * index - kGroup * index);  // `values` has gone on
+                std::memcpy(halves + i * 2, scale, 2);
+                std::memcpy(halves + (kLanes + i) * 2, scale + num_groups * 2, 2);
+                values[i] += kGroup;
+            }
+        }
+    }
 }
 
 bool HeadScreen::make(const PackedWeight& head, const float* norm, std::uint8_t* bytes, int num_threads) {
@@ -132,6 +191,7 @@ bool HeadScreen::make(const PackedWeight& head, const float* norm, std::uint8_t*
         team.share(rank, head.num_blocks(), [&](std::int64_t block) {
             double& size = sizes[static_cast<std::size_t>(block)];
             for (std::int64_t n = block * kLanes; n < std::min((block + 1) * kLanes, head.num_outputs); ++n) {
+                copy_row(head, n, bytes + (screen.row(n) - bytes));
                 unpack_row(head, n, row.data());
                 for (std::size_t k = 0; k < row.size(); ++k) ordered[k] = row[static_cast<std::size_t>(order[k])];
                 const Copied copied = copy_output(ordered.data(), width, num_fine, n % kLanes, bytes + (screen.block(block) - bytes));

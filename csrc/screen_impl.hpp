@@ -2,29 +2,32 @@
 namespace {
 
 using sakiyomi::ScreenJob;
-using sakiyomi::kScreenPairBytes;
+using sakiyomi::kHalvesBytes;
+using sakiyomi::kScreenRun;
 
 // Fetches what the next tile reads where this one reads `num_bytes` at `here`.
 inline void fetch_behind(const uint8_t* here, int64_t num_bytes) {
     for (int64_t line = 0; line < num_bytes; line += 64) prefetch(here + kNarrowAheadBytes + line);
 }
 
-// Adds groups of one block that share a scale and a min to the totals, each of which counts TERMS of the rows of inputs.
-template <Storage STORAGE, int ROWS, int TERMS, int GROUPS>
-inline void add_screened(const uint8_t* weights, const uint8_t* inputs, Vf* totals) {
+// Adds a group of one block to the totals, each of which counts TERMS of the rows of inputs.
+template <Storage STORAGE, int ROWS, int TERMS>
+inline void add_screened(const uint8_t* weights, Vf scale, Vf low, const uint8_t* inputs, Vf* totals) {
     enum { kInputRows = ROWS * TERMS };
-    const uint16_t* halves = reinterpret_cast<const uint16_t*>(weights + GROUPS * value_bytes(STORAGE));
-    const Vf scale = load(halves), low = load(halves + kLanes);
-    for (int group = 0; group < GROUPS; ++group) {
-        Vi sums[kInputRows][1];
-        dot_group<STORAGE, kInputRows, 1>(weights, 0, reinterpret_cast<const int8_t*>(inputs), sums);
-        const float* scales = reinterpret_cast<const float*>(inputs + kInputRows * kGroup);
+    fetch_behind(weights, value_bytes(STORAGE));
+    Vi sums[kInputRows][1];
+    dot_group<STORAGE, kInputRows, 1>(weights, 0, reinterpret_cast<const int8_t*>(inputs), sums);
+    const float* scales = reinterpret_cast<const float*>(inputs + kInputRows * kGroup);
 #pragma GCC unroll 16
-        for (int r = 0; r < kInputRows; ++r)
-            totals[r / TERMS] = add_group(totals[r / TERMS], to_float(sums[r][0]), scale, low, scales + r, scales + kInputRows + r);
-        weights += value_bytes(STORAGE);
-        inputs += input_group_bytes(kInputRows);
-    }
+    for (int r = 0; r < kInputRows; ++r)
+        totals[r / TERMS] = add_group(totals[r / TERMS], to_float(sums[r][0]), scale, low, scales + r, scales + kInputRows + r);
+}
+
+// The scales and mins at `halves`.
+inline void load_halves(const uint8_t* halves, Vf* scale, Vf* low) {
+    fetch_behind(halves, kHalvesBytes);
+    *scale = load(reinterpret_cast<const uint16_t*>(halves));
+    *low = load(reinterpret_cast<const uint16_t*>(halves) + kLanes);
 }
 
 template <int ROWS>
@@ -33,18 +36,21 @@ void screen_tile(const ScreenJob& job, int64_t first_block, int64_t last_block) 
     for (int64_t block = first_block; block < last_block; ++block) {
         const uint8_t* weights = job.blocks + block * job.block_bytes;
         const uint8_t* inputs = job.fine_inputs;
-        Vf totals[ROWS];
+        Vf totals[ROWS], scale = set1(0.0f), low = scale;
         for (Vf& total : totals) total = set1(0.0f);
         for (int64_t group = 0; group < job.num_fine_groups; ++group, weights += group_bytes(Storage::kBytes)) {
-            fetch_behind(weights, group_bytes(Storage::kBytes));
-            add_screened<Storage::kBytes, ROWS, kTerms, 1>(weights, inputs, totals);
+            load_halves(weights + value_bytes(Storage::kBytes), &scale, &low);
+            add_screened<Storage::kBytes, ROWS, kTerms>(weights, scale, low, inputs, totals);
             inputs += input_group_bytes(ROWS * kTerms);
         }
         inputs = job.coarse_inputs;
-        for (int64_t pair = 0; pair < job.num_coarse_pairs; ++pair, weights += kScreenPairBytes) {
-            fetch_behind(weights, kScreenPairBytes);
-            add_screened<Storage::kNibbles, ROWS, 1, 2>(weights, inputs, totals);
-            inputs += 2 * input_group_bytes(ROWS);
+        for (int64_t group = 0; group < job.num_coarse_groups; ++group, weights += value_bytes(Storage::kNibbles)) {
+            if (group % kScreenRun == 0) {
+                load_halves(weights, &scale, &low);
+                weights += kHalvesBytes;
+            }
+            add_screened<Storage::kNibbles, ROWS, 1>(weights, scale, low, inputs, totals);
+            inputs += input_group_bytes(ROWS);
         }
         fetch_behind(weights, 4 * kLanes);
         const uint16_t* lengths = reinterpret_cast<const uint16_t*>(weights);

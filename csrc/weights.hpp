@@ -34,6 +34,22 @@ class SlabBytes {
 
 class HeadScreen;
 
+// Searches that leave a coarse copy out since it decided too little, each time in a row twice as many as the last time.
+struct ScreenPause {
+    std::int64_t left = 0, next = 1;
+
+    bool ask() {
+        if (left == 0) return true;
+        --left;
+        return false;
+    }
+    void tell(bool was_worth_it) {
+        left = was_worth_it ? 0 : next;
+        next = was_worth_it ? 1 : next < kLongest ? 2 * next : next;
+    }
+    static constexpr std::int64_t kLongest = 64;
+};
+
 // An [N, K] matrix in blocks of 16 outputs; the last block is padded with zeros.
 struct PackedWeight {
     Storage storage = Storage::kFloats;
@@ -41,7 +57,7 @@ struct PackedWeight {
     SlabBytes bytes;
     mutable std::unique_ptr<float[]> share_norms;  // head.cpp's; read and set by whoever has the pool
     std::shared_ptr<const HeadScreen> screen;      // of a language model's head, or null
-    mutable std::int64_t screen_pauses[kScreenedRows + 1] = {};  // by number of rows: searches to leave it out of, as share_norms
+    mutable ScreenPause screen_pauses[kScreenedRows + 1];  // by number of rows, as share_norms
 
     PackedWeight(Storage storage, std::int64_t n, std::int64_t k);                      // zeroed memory of its own
     PackedWeight(Storage storage, std::int64_t n, std::int64_t k, const std::uint8_t* packed);  // borrowed memory

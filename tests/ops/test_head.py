@@ -412,15 +412,26 @@ def test_a_screen_leaves_few_outputs(rng: np.random.Generator) -> None:
 
 
 def test_a_screen_that_decides_little_is_left_out_for_a_while(rng: np.random.Generator) -> None:
-    """No column outweighs the others here, so that it costs more than it saves; the ids stay those of the head."""
-    ops, norm, x = NativeOps(threads=2), np.ones(960, np.float32), normal(rng, 1, 960)
+    """All outputs but one are nearly the same: where that one is no rival, it costs more than it saves.
+
+    Each search in which it does leaves it out of twice as many, until one in which it decides; the ids stay those of the head.
+    """
+    ops, norm = NativeOps(threads=2), np.ones(960, np.float32)
     source = make_head(rng, 3000, 960)
-    head = screened(ops, source, norm)
-    plain = count_decided(ops, x, norm, ops.weight(source))
-    found = [count_decided(ops, x, norm, head) for _ in range(35)]
-    assert [ids for ids, _ in found] == [plain[0]] * 35
-    with_it = [count != plain[1] for _, count in found]
-    assert with_it == [i % 17 == 0 for i in range(35)]
+    values = source.values[:1].clip(50, 200) + rng.integers(0, 3, source.values.shape).astype(np.uint8)
+    signs = rng.choice([-1, 1], 960)
+    values[7] += (40 * signs).astype(np.uint8)
+    source = Quantized(values, np.full_like(source.scales, 0.01), np.full_like(source.mins, -1.28))
+    head, plain = screened(ops, source, norm), ops.weight(source)
+    good = signs[None].astype(np.float32)
+    asked = []
+    for x in [-good] * 40 + [good] * 70 + [-good] * 4 + [good, good] + [-good] * 3:
+        ids, count = count_decided(ops, x, norm, head)
+        assert (ids, x is good) == (count_decided(ops, x, norm, plain)[0], ids == [7])
+        asked.append(count != count_decided(ops, x, norm, plain)[1])
+    assert [i for i in range(40) if asked[i]] == [0, 2, 5, 10, 19, 36]
+    assert asked[40:69] == [False] * 29
+    assert asked[69:] == [True] * 42 + [False, True, False] + [False, True] + [True, False, True]
 
 
 def test_what_a_screen_cannot_copy(rng: np.random.Generator) -> None:
