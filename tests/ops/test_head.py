@@ -414,7 +414,7 @@ def test_a_screen_leaves_few_outputs(rng: np.random.Generator) -> None:
 def test_a_screen_that_decides_little_is_left_out_for_a_while(rng: np.random.Generator) -> None:
     """All outputs but one are nearly the same: where that one is no rival, it costs more than it saves.
 
-    Each search in which it does leaves it out of twice as many, until one in which it decides; the ids stay those of the head.
+    Each search in which it does leaves it out of twice as many, until one in which it decides. The ids are the head's.
     """
     ops, norm = NativeOps(threads=2), np.ones(960, np.float32)
     source = make_head(rng, 3000, 960)
