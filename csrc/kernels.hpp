@@ -147,6 +147,7 @@ struct Kernels {
     const char* name;
     int64_t attend_setup;  // what reading a key costs attention, in halves of what using it for a row and head costs
     int64_t num_streams;   // blocks of a quantized weight that one row reads side by side
+    bool prefers_spans;    // what reading less saves was measured to be more than what taking spans apart costs
     void (*linear_quantized)(const LinearJob* job, int64_t first_block, int64_t last_block);
     void (*linear_dense)(const LinearJob* job, int64_t first_block, int64_t last_block);
     // Row `row` of `num_rows` quantized rows, from the group at `out` on.

@@ -33,7 +33,7 @@ enum { kFarBytes = 7680 };  // of what the second cache fetches
 // How tiles go over a run of blocks: how many at once for so many rows, and how far ahead the first cache fetches. Where
 // `is_fetched_twice`, the second cache fetches further ahead.
 struct NarrowTiles {
-    enum { kRun = 1, kAheadBytes = kNarrowAheadBytes };
+    enum { kRun = 1, kAheadBytes = kNarrowAheadBytes, kPrefersSpans = kNarrowPrefersSpans };
     static constexpr int blocks(int) { return 1; }
     static constexpr bool is_fetched_twice(int) { return false; }
 };
@@ -218,13 +218,14 @@ __attribute__((noinline)) void quantized_tile(const LinearJob& job, int64_t row,
     for (int r = 0; r < ROWS; ++r)
         for (int b = 0; b < BLOCKS; ++b) totals.set(r, b, set1(0.0f));
     Ahead far{weights + kFarBytes, weights + block_bytes, 0, 1};
-    Scales<STORAGE> block_scales[BLOCKS];
-    for (int b = 0; b < BLOCKS; ++b) block_scales[b].begin(weights + b * block_bytes);
+    Scales<STORAGE> block_scales;
+    block_scales.begin(weights);
     const auto add_next = [&](const uint8_t* group, const uint8_t* halves) __attribute__((always_inline)) {
         fetch_ahead<STORAGE, BLOCKS>(ahead, block_bytes);
         if (IS_FETCHED_TWICE && ahead.step == 1) fetch_far_ahead<STORAGE, BLOCKS>(far, block_bytes);
-        Vf scale[BLOCKS], low[BLOCKS];  // early: what waits for products must not keep these from the units
-        for (int b = 0; b < BLOCKS; ++b) block_scales[b].of_group(halves + b * block_bytes, scale + b, low + b);
+        // One block's early: what waits for products must not keep them from the units. Those of several would lack registers.
+        Vf scale, low;
+        if (BLOCKS == 1) block_scales.of_group(halves, &scale, &low);
         Vi sums[ROWS][BLOCKS];
         dot_group<STORAGE, ROWS, BLOCKS>(group, block_bytes, reinterpret_cast<const int8_t*>(group_inputs) + row * kGroup, sums);
         const float* scales = reinterpret_cast<const float*>(group_inputs + num_rows * kGroup) + row;
@@ -232,9 +233,15 @@ __attribute__((noinline)) void quantized_tile(const LinearJob& job, int64_t row,
         asm("" : "+r"(scaled_sums));  // one address, or each row's keeps a register
 #pragma GCC unroll 4
         for (int b = 0; b < BLOCKS; ++b) {
+            if (BLOCKS > 1) {
+                const uint8_t* block = weights + b * block_bytes;
+                asm("" : "+r"(block));  // its bases are read again
+                block_scales.begin(block);
+                block_scales.of_group(halves + b * block_bytes, &scale, &low);
+            }
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; ++r)
-                totals.set(r, b, add_group(totals.get(r, b), to_float(sums[r][b]), scale[b], low[b], scales + r, scaled_sums + r));
+                totals.set(r, b, add_group(totals.get(r, b), to_float(sums[r][b]), scale, low, scales + r, scaled_sums + r));
         }
         group_inputs += input_bytes;
     };
@@ -781,7 +788,7 @@ void finish_attention(const float* state, int64_t head_dim, float* out) {
 
 #define SAKIYOMI_KERNELS(name, attend_setup, tiles, linear_quantized, attend_bytes)                                \
     {                                                                                                              \
-        name, attend_setup, tiles::blocks(1), linear_quantized, linear_dense, quantize, rms_norm, rope, from_half, quantize_run,      \
+        name, attend_setup, tiles::blocks(1), tiles::kPrefersSpans, linear_quantized, linear_dense, quantize, rms_norm, rope, from_half, quantize_run,      \
             round_query, attend_bytes, attend_float, join_parts, finish_attention, silu_mul, add_rows, argmax, scan_lanes, screen_blocks, scan_blocks,      \
             find_in_block, weigh_block, sum_blocks, guess_block, guess_total, draw_block, bound_block                             \
     }

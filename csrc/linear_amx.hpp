@@ -166,7 +166,7 @@ void run_amx(const LinearJob& job, int64_t first_block, int64_t last_block) {
 // Few rows, on the processors that have the unit: several streams of memory, which their hardware follows, and fewer loads of
 // inputs.
 struct WideTiles {
-    enum { kRun = 4, kAheadBytes = 1920 };  // six groups of nibbles: far enough for memory to answer, near enough to stay in the first cache
+    enum { kRun = 4, kAheadBytes = 1920, kPrefersSpans = 0 };  // six groups of nibbles: far enough for memory to answer, near enough to stay in the first cache
     static constexpr int blocks(int rows) { return rows <= 3 ? 4 : 2; }
     // Products take about as long as memory there, whose answers come too unevenly for the first cache's few requests in flight.
     static constexpr bool is_fetched_twice(int rows) { return rows >= 4 && rows <= 6; }

@@ -17,6 +17,7 @@ inline __mmask16 first_lanes(int64_t n) { return static_cast<__mmask16>((1u << n
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 inline void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }  // into the second cache
 enum { kNarrowAheadBytes = 5760 };  // far enough that one stream keeps memory busy
+enum { kNarrowPrefersSpans = 1 };
 
 inline Vf set1(float x) { return _mm512_set1_ps(x); }
 inline Vf load(const float* p) { return _mm512_loadu_ps(p); }

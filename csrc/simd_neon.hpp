@@ -24,6 +24,7 @@ typedef int8x16_t Aq;
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 inline void prefetch_far(const void* p) { prefetch(p); }
 enum { kNarrowAheadBytes = 1920 };
+enum { kNarrowPrefersSpans = 0 };
 
 inline Vf set1(float x) {
     const float32x4_t all = vdupq_n_f32(x);

@@ -26,6 +26,7 @@ struct Aq {
 inline void prefetch(const void*) {}
 inline void prefetch_far(const void* p) { prefetch(p); }
 enum { kNarrowAheadBytes = 1920 };
+enum { kNarrowPrefersSpans = 0 };
 
 inline Vf set1(float x) {
     Vf r;

@@ -195,10 +195,12 @@ void pack_spans(const BlockSpans& block, std::int64_t num_groups, std::uint8_t* 
     std::memcpy(target, &block.bases, sizeof block.bases);
 }
 
-std::unique_ptr<PackedWeight> pack_rows(const std::vector<QuantizedSource>& rows, std::int64_t k, Storage storage) {
+// As nibbles where spans are wanted and cannot be.
+std::unique_ptr<PackedWeight> pack_rows(const std::vector<QuantizedSource>& rows, std::int64_t k, Storage wanted) {
     const std::int64_t num_groups = k / kGroup, num_rows = static_cast<std::int64_t>(rows.size());
-    const std::vector<BlockSpans> spans = storage == Storage::kNibbles ? find_all_spans(rows, num_groups) : std::vector<BlockSpans>();
-    auto weight = std::make_unique<PackedWeight>(spans.empty() ? storage : Storage::kSpans, num_rows, k);
+    const std::vector<BlockSpans> spans = wanted == Storage::kSpans ? find_all_spans(rows, num_groups) : std::vector<BlockSpans>();
+    const bool falls_back = wanted == Storage::kSpans && spans.empty();
+    auto weight = std::make_unique<PackedWeight>(falls_back ? Storage::kNibbles : wanted, num_rows, k);
     std::uint8_t* target = weight->bytes.get();
     for (std::int64_t n = 0; n < num_rows; ++n) {
         const QuantizedSource& row = rows[static_cast<std::size_t>(n)];
@@ -227,9 +229,18 @@ bool fits_nibbles(const std::uint8_t* values, std::int64_t count) {
     return all < 16;
 }
 
-// Parts: (values uint8 [N, K], scales float16 [N, K / 32], mins float16 [N, K / 32]) each. Values that all fit four bits
-// are stored in four, unless `bytes_only`, and scales and mins as spans where these say the same.
-std::unique_ptr<PackedWeight> pack_quantized(const nb::list& parts, bool bytes_only) {
+constexpr const char* kStorageNames[] = {"floats", "bytes", "nibbles", "spans"};  // in the order of Storage
+
+Storage storage_of(const std::string& name) {
+    const auto place = std::find(std::begin(kStorageNames), std::end(kStorageNames), name);
+    check(place != std::end(kStorageNames), "a weight is stored as floats, bytes, nibbles or spans.");
+    return static_cast<Storage>(place - std::begin(kStorageNames));
+}
+
+// Parts: (values uint8 [N, K], scales float16 [N, K / 32], mins float16 [N, K / 32]) each. `small` says how values that all
+// fit four bits are stored: as bytes, as nibbles, or with spans where these give the same scales and mins.
+std::unique_ptr<PackedWeight> pack_quantized(const nb::list& parts, const std::string& small) {
+    const Storage small_storage = storage_of(small);
     std::vector<In<std::uint8_t, nb::ndim<2>>> values;
     std::vector<AnyInput> scales, mins;
     std::int64_t n = 0, k = 0;
@@ -249,7 +260,7 @@ std::unique_ptr<PackedWeight> pack_quantized(const nb::list& parts, bool bytes_o
         n += static_cast<std::int64_t>(values.back().shape(0));
     }
     nb::gil_scoped_release released;
-    bool is_small = !bytes_only;
+    bool is_small = small_storage != Storage::kBytes;
     for (const auto& part : values)
         is_small = is_small && fits_nibbles(part.data(), static_cast<std::int64_t>(part.shape(0)) * k);
     std::vector<QuantizedSource> rows;
@@ -257,7 +268,7 @@ std::unique_ptr<PackedWeight> pack_quantized(const nb::list& parts, bool bytes_o
         for (std::int64_t row = 0; row < static_cast<std::int64_t>(values[part].shape(0)); ++row)
             rows.push_back({values[part].data() + row * k, static_cast<const std::uint16_t*>(scales[part].data()) + row * (k / kGroup),
                             static_cast<const std::uint16_t*>(mins[part].data()) + row * (k / kGroup)});
-    return pack_rows(rows, k, is_small ? Storage::kNibbles : Storage::kBytes);
+    return pack_rows(rows, k, is_small ? small_storage : Storage::kBytes);
 }
 
 // Parts: float32 [N, K] each.
@@ -279,8 +290,6 @@ std::unique_ptr<PackedWeight> pack_dense(const nb::list& parts) {
     return weight;
 }
 
-constexpr const char* kStorageNames[] = {"floats", "bytes", "nibbles", "spans"};  // in the order of Storage
-
 using PackedBytes = nb::ndarray<nb::numpy, const std::uint8_t, nb::ndim<1>, nb::c_contig>;
 
 // The bytes as `from_packed` takes them back; the array keeps the weight alive.
@@ -292,9 +301,7 @@ PackedBytes packed_bytes(nb::handle self) {
 
 // The caller keeps `bytes` alive (nb::keep_alive).
 std::unique_ptr<PackedWeight> from_packed(const std::string& storage, std::int64_t n, std::int64_t k, In<std::uint8_t, nb::ndim<1>> bytes) {
-    const auto name = std::find(std::begin(kStorageNames), std::end(kStorageNames), storage);
-    check(name != std::end(kStorageNames), "a packed weight is stored as floats, bytes, nibbles or spans.");
-    auto weight = std::make_unique<PackedWeight>(static_cast<Storage>(name - std::begin(kStorageNames)), n, k, bytes.data());
+    auto weight = std::make_unique<PackedWeight>(storage_of(storage), n, k, bytes.data());
     check_equal("the number of packed bytes", static_cast<std::int64_t>(bytes.shape(0)), weight->num_bytes());
     check(reinterpret_cast<std::uintptr_t>(bytes.data()) % 64 == 0, "packed bytes must start at a multiple of 64.");
     return weight;
@@ -324,7 +331,7 @@ std::unique_ptr<PackedWeight> select_quantized_rows(const PackedWeight& source, 
             mins[static_cast<std::size_t>(i * num_groups + index)] = group.halves.min;
         }
     }
-    return pack_rows(rows, k, is_in_nibbles(source.storage) ? Storage::kNibbles : Storage::kBytes);
+    return pack_rows(rows, k, source.storage);
 }
 
 // Rows `ids` of a weight, in that order, as a weight of its own: nothing is rounded again.
@@ -373,7 +380,7 @@ void embed(const PackedWeight& weight, In<std::int32_t, nb::ndim<1>> ids, Out<fl
 void bind_weights(nanobind::module_& m) {
     using namespace sakiyomi;
     nb::class_<PackedWeight>(m, "PackedWeight")
-        .def_static("from_quantized", &pack_quantized, nb::arg("parts"), nb::arg("bytes_only") = false)
+        .def_static("from_quantized", &pack_quantized, nb::arg("parts"), nb::arg("small"))
         .def_static("from_dense", &pack_dense, nb::arg("parts"))
         .def_prop_ro("shape", [](const PackedWeight& w) { return nb::make_tuple(w.num_outputs, w.num_inputs); })
         .def_prop_ro("is_quantized", &PackedWeight::is_quantized)
@@ -382,6 +389,7 @@ void bind_weights(nanobind::module_& m) {
         .def_prop_ro("storage", [](const PackedWeight& w) { return kStorageNames[static_cast<int>(w.storage)]; })
         .def_prop_ro("packed", &packed_bytes)
         .def_prop_ro("num_bytes", &PackedWeight::num_bytes);
+    m.def("prefers_spans", [] { return kernels().prefers_spans; });
     m.def("new_bytes", &new_bytes, nb::arg("count"));
     m.def("select_rows", &select_rows, nb::arg("weight"), nb::arg("ids").noconvert());
     m.def("checksum", &checksum, nb::arg("bytes").noconvert());

@@ -26,6 +26,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that stands for a model, with a cache folder of its own."""
     monkeypatch.setenv("SAKIYOMI_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(module, "MIN_BYTES", 0)
+    monkeypatch.setenv("SAKIYOMI_STORAGE", "spans")
     path = tmp_path / "model.gguf"
     path.write_bytes(b"weights" * 1000)
     return path

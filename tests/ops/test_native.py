@@ -484,10 +484,11 @@ def test_every_instruction_set(isa: str) -> None:
 
 
 PRINT_PRODUCTS = """-c\0
-import hashlib
+import hashlib, os
 import numpy as np
 from sakiyomi.ops.native import NativeOps
 from sakiyomi.types import Quantized
+os.environ["SAKIYOMI_STORAGE"] = "spans"
 rng, digest = np.random.default_rng(5), hashlib.sha256()
 for n, k in [(1, 32), (17, 96), (130, 576), (64, 1568), (48, 4640)]:
     for top, is_span in [(16, False), (256, False), (16, n % 16 == 0)]:
@@ -576,10 +577,10 @@ class TestStorage:
         """Groups of bfloat16 weights: their ends in place of scale and min, and not a bit of a result changes."""
         for n, scale in [(16, 1.0), (48, 1e-3), (144, 100.0)]:
             w = round_as_llama_does(brain_floats(normal(rng, n, 32 * num_groups) * np.float32(scale)))
+            monkeypatch.setenv("SAKIYOMI_STORAGE", "spans")
             small = NativeOps(threads=2)
             monkeypatch.setenv("SAKIYOMI_STORAGE", "8bit")
             large = NativeOps(threads=2)
-            monkeypatch.delenv("SAKIYOMI_STORAGE")
             spans, eight = small.weight(w), large.weight(w)
             assert (spans.storage, eight.storage) == ("spans", "bytes")
             assert spans.num_bytes == n // 16 * 64 * -(-(num_groups * (256 + 40) + 8) // 64)
@@ -593,7 +594,10 @@ class TestStorage:
             assert small.best_ids(x, norm, 1e-5, spans).tolist() == large.best_ids(x, norm, 1e-5, eight).tolist()
 
     @pytest.mark.parametrize("binades", [7, 8, 9, 12])
-    def test_spans_hold_eight_powers_of_two(self, rng: np.random.Generator, binades: int) -> None:
+    def test_spans_hold_eight_powers_of_two(
+        self, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, binades: int
+    ) -> None:
+        monkeypatch.setenv("SAKIYOMI_STORAGE", "spans")
         weights = brain_floats(normal(rng, 32, 96))
         weights[5, 32:64] *= np.float32(2.0**-binades)
         w = round_as_llama_does(weights)
@@ -628,6 +632,7 @@ class TestStorage:
             mins[:16] *= np.float16(2.0**-14)
             scales[:16] *= np.float16(2.0**-14)
         changed = Quantized(w.values, scales, mins)
+        monkeypatch.setenv("SAKIYOMI_STORAGE", "spans")
         small = NativeOps(threads=1)
         monkeypatch.setenv("SAKIYOMI_STORAGE", "8bit")
         large = NativeOps(threads=1)
@@ -636,7 +641,24 @@ class TestStorage:
         x = normal(rng, 3, 96)
         assert small.linear(x, halves).tobytes() == large.linear(x, eight).tobytes()
 
-    def test_selected_rows_of_spans_are_the_rows(self, rng: np.random.Generator) -> None:
+    def test_the_fastest_storage_is_the_default(
+        self, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        w = round_as_llama_does(brain_floats(normal(rng, 16, 32)))
+        fastest = "spans" if NativeOps(threads=1).isa == "avx512" else "nibbles"
+        for named, storage in {"": fastest, "8bit": "bytes", "4bit": "nibbles", "spans": "spans"}.items():
+            monkeypatch.setenv("SAKIYOMI_STORAGE", named)
+            ops = NativeOps(threads=1)
+            assert (ops.weight(w).storage, ops.packing) == (storage, f"int8-{storage}")
+            assert NativeOps(threads=1, dtype="float32").packing == "float32"
+        monkeypatch.setenv("SAKIYOMI_STORAGE", "bytes")
+        with pytest.raises(ParameterError, match="SAKIYOMI_STORAGE='bytes' is not allowed; give 8bit, 4bit, spans"):
+            NativeOps()
+
+    def test_selected_rows_of_spans_are_the_rows(
+        self, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("SAKIYOMI_STORAGE", "spans")
         ops = NativeOps(threads=1)
         w = round_as_llama_does(brain_floats(normal(rng, 64, 320)))
         for count in (1, 16, 31, 48):

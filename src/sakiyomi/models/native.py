@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Literal, Self
 
 from sakiyomi.models.base import DecoderModel, load_decoder
@@ -40,8 +39,8 @@ class NativeModel(DecoderModel):
             ParameterError: an unknown precision, a number of threads below 1, or a size outside the model's.
             MissingExtraError: the kernels were not built.
         """
-        variant = "8bit" if dtype == "int8" and os.environ.get("SAKIYOMI_STORAGE") == "8bit" else dtype
-        packed = PackedFile.of(checkpoint.files, variant) if keep_packed and checkpoint.files else None
+        packing = NativeOps(dtype=dtype, threads=threads).packing
+        packed = PackedFile.of(checkpoint.files, packing) if keep_packed and checkpoint.files else None
         ops = NativeOps(dtype=dtype, threads=threads, store=packed)
         model = cls(*load_decoder(ops, checkpoint, dtype=dtype, max_model_len=max_model_len, vocab_size=vocab_size))
         if packed is not None:

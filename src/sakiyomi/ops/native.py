@@ -64,6 +64,7 @@ MIN_SCREENED_BYTES = 4 << 20
 """Of heads that have a coarse copy; smaller ones stay in the caches."""
 ROPE_BLOCK = 1024
 _LARGEST_HALF = 65504.0
+_STORAGES = {"8bit": "bytes", "4bit": "nibbles", "spans": "spans"}
 _MAX_FORMS = 16
 _BURST_ROWS = 256
 """Positions that a burst feeds at most."""
@@ -107,11 +108,14 @@ class NativeOps(Ops):
 
     Environment:
         SAKIYOMI_ISA: amx, avx512, avx2, neon or portable, instead of the widest that the machine has.
-        SAKIYOMI_STORAGE: "8bit" holds four-bit matrices in eight bits, for comparison; the results are the same bits.
+        SAKIYOMI_STORAGE: "8bit" holds four-bit matrices in eight bits, "4bit" with a scale and a min for each group,
+            "spans" with its ends where these give the same (csrc/spans.hpp), instead of what is fastest here. The results
+            are the same bits.
 
     Raises:
         MissingExtraError: the package was installed without its C++ kernels.
-        ParameterError: a wrong argument, or SAKIYOMI_ISA names an instruction set that this machine lacks.
+        ParameterError: a wrong argument, SAKIYOMI_ISA names an instruction set that this machine lacks, or
+            SAKIYOMI_STORAGE no storage.
     """
 
     name = "native"
@@ -144,9 +148,14 @@ class NativeOps(Ops):
         self.dtype = dtype
         self.threads = min(count_cores(), MAX_THREADS) if threads is None else threads
         self._store = store
-        self._bytes_only = os.environ.get("SAKIYOMI_STORAGE") == "8bit"
+        self._small = _small_storage()
         self._rope_tables: dict[tuple[bytes, float], Floats] = {}
         self._stacks, self._mlp_steps, self._medusa_heads = _Forms(), _Forms(), _Forms()
+
+    @property
+    def packing(self) -> str:
+        """Names how weights are packed, for what keeps them."""
+        return f"{self.dtype}-{self._small}" if self.dtype == "int8" else self.dtype
 
     # ---- arrays and weights
 
@@ -158,7 +167,7 @@ class NativeOps(Ops):
         if not parts or any(len(part.shape) != 2 for part in parts):
             raise ParameterError("a weight is a matrix [N, K], or several over the same input.")
         if self.dtype == "int8" and all(_can_quantize(part) for part in parts):
-            return _native.PackedWeight.from_quantized([_fields(quantize(part)) for part in parts], self._bytes_only)
+            return _native.PackedWeight.from_quantized([_fields(quantize(part)) for part in parts], self._small)
         return _native.PackedWeight.from_dense(
             [_floats(part.dequantize() if isinstance(part, Quantized) else part) for part in parts]
         )
@@ -584,6 +593,16 @@ def _round_half(values: Floats, towards: float) -> npt.NDArray[np.float16]:
     overshoot = nearest.astype(np.float32) - values
     is_wrong = overshoot > 0 if towards < 0 else overshoot < 0
     return np.where(is_wrong, np.nextafter(nearest, np.float16(towards)), nearest)
+
+
+def _small_storage() -> str:
+    """How matrices whose values fit four bits are held (csrc/kernels.hpp)."""
+    named = os.environ.get("SAKIYOMI_STORAGE", "")
+    if not named:
+        return "spans" if _native.prefers_spans() else "nibbles"
+    if named not in _STORAGES:
+        raise ParameterError(f"SAKIYOMI_STORAGE={named!r} is not allowed; give {', '.join(_STORAGES)} or nothing.")
+    return _STORAGES[named]
 
 
 def _can_quantize(matrix: Matrix) -> bool:
