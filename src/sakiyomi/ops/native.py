@@ -109,8 +109,8 @@ class NativeOps(Ops):
     Environment:
         SAKIYOMI_ISA: amx, avx512, avx2, neon or portable, instead of the widest that the machine has.
         SAKIYOMI_STORAGE: "8bit" holds four-bit matrices in eight bits, "4bit" with a scale and a min for each group,
-            "spans" with its ends where these give the same (csrc/spans.hpp), instead of what is fastest here. The results
-            are the same bits.
+            "spans" with its ends where these give the same (csrc/spans.hpp), instead of what is fastest here. The
+            results are the same bits.
 
     Raises:
         MissingExtraError: the package was installed without its C++ kernels.
