@@ -279,7 +279,7 @@ def test_any_head(seed: int, n: int, groups: int, top: int, rows: int, spread: f
 
 def screened(ops: NativeOps, source: Quantized, norm: Floats) -> Any:
     """A head with its coarse copy."""
-    head = native.PackedWeight.from_quantized([(source.values, source.scales, source.mins)], True)
+    head = native.PackedWeight.from_quantized([(source.values, source.scales, source.mins)], "bytes")
     native.set_screen(head, native.make_screen(head, norm, ops.threads))
     return head
 
