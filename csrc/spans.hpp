@@ -42,18 +42,6 @@ enum { kSpanBits = 10 };
 constexpr float kSpanStep = 1.0f / 15.0f;
 constexpr float kLargeStep = 8192.0f * kSpanStep;
 
-[[maybe_unused]] inline float float_of_bits(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
-[[maybe_unused]] inline uint32_t bits_of_float(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-
 // A fifteenth of a group's length, rounded to the 11 bits of half precision: what is 2^13 times as large has no finer ones.
 [[maybe_unused]] inline float scale_of_length(float length) {
     const float large = length * kLargeStep;
