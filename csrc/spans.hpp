@@ -62,7 +62,8 @@ constexpr float kLargeStep = 8192.0f * kSpanStep;
     return bits_of_float(again) == bits_of_float(low) && bits_of_float(scale_of_length(high - low)) == bits_of_float(scale);
 }
 
-// Codes lie behind a group's values: [16] the lower 16 bits, then of even outputs and of odd ones [8] nibbles with the upper 4.
+// A code of 20 bits, in the group of spans at `place`: [16] the lower 16 bits, then of even outputs and of odd ones [8] nibbles with
+// the upper 4.
 [[maybe_unused]] inline void put_span(Span span, SpanBases bases, int64_t lane, uint8_t* place) {
     const uint32_t low = (uint32_t{span.low} << 16) - bases.low, high = (uint32_t{span.high} << 16) - bases.high;
     const uint32_t code = low >> 16 | high >> 16 << kSpanBits;
