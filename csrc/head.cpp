@@ -84,7 +84,7 @@ GroupSums sum_group(Storage storage, const std::uint8_t* bytes) {
 // What the product with any output of a block is at most, rounding included, per length of the inputs. A weight is
 // scale * value + min; rounding is relative to the sum of |scale| * value + |min|, by less than one 2^-23 per operation.
 float norm_of_block(const PackedWeight& weight, std::int64_t block) {
-    const std::int64_t num_groups = weight.num_inputs / kGroup;
+    const std::int64_t num_groups = weight.num_groups();
     double squares[kLanes] = {}, sizes[kLanes] = {};
     for (std::int64_t group = 0; group < num_groups; ++group) {
         const GroupSums sums = sum_group(weight.storage, weight.block(block) + place_of_group(weight.storage, group, num_groups).values);

@@ -53,26 +53,16 @@ std::uint16_t half_above(double x) {
     return half_to_float(half) < x * kUpwards ? static_cast<std::uint16_t>(half + 1) : half;
 }
 
-// The square of the size of an output of the head.
-double size_of_output(const PackedWeight& head, std::int64_t n) {
+// Writes row n of the head by itself. Returns the square of the output's size.
+double copy_row(const PackedWeight& head, std::int64_t n, std::uint8_t* row) {
     double square = 0;
     for (std::int64_t index = 0; index < head.num_groups(); ++index) {
         const Group group = get_group(head, n, index);
+        std::memcpy(row + index * kGroup, group.values, kGroup);
+        std::memcpy(row + head.num_inputs + index * sizeof group.halves, &group.halves, sizeof group.halves);
         square += size_of(group.values, kGroup, group.halves);
     }
     return square;
-}
-
-// A row of the head by itself.
-void copy_row(const PackedWeight& head, std::int64_t n, std::uint8_t* row) {
-    const std::int64_t num_groups = head.num_groups();
-    std::uint8_t* halves = row + head.num_inputs;
-    for (std::int64_t index = 0; index < num_groups; ++index) {
-        const Group group = get_group(head, n, index);
-        std::memcpy(row + index * kGroup, group.values, kGroup);
-        std::memcpy(halves + index * 2, &group.halves.scale, 2);
-        std::memcpy(halves + (num_groups + index) * 2, &group.halves.min, 2);
-    }
 }
 
 // What making the copy of an output found: squares of lengths.
@@ -136,7 +126,7 @@ std::int64_t HeadScreen::num_bytes(std::int64_t num_outputs, std::int64_t num_in
 
 namespace {
 
-// Groups of four rows as `put_group` puts them, from `lane` on.
+// Groups of four rows in 8 bits as `put_group` puts them, from `lane` on.
 void put_four(const std::uint8_t* const* values, std::int64_t lane, std::uint8_t* group) {
 #ifdef __SSE2__
     for (std::int64_t at = 0; at < kGroup; at += 16) {
@@ -158,16 +148,18 @@ void put_four(const std::uint8_t* const* values, std::int64_t lane, std::uint8_t
 void HeadScreen::gather_block(const std::int32_t* ids, std::uint8_t* block) const {
     const std::int64_t num_inputs = header().num_inputs, num_groups = num_inputs / kGroup;
     for (std::int64_t lane = 0; lane < kLanes; lane += 4) {
-        const std::uint8_t* values[4];
-        for (int i = 0; i < 4; ++i) values[i] = row(ids[lane + i]);
+        const std::uint8_t *values[4], *all_halves[4];
+        for (int i = 0; i < 4; ++i) {
+            values[i] = row(ids[lane + i]);
+            all_halves[i] = values[i] + num_inputs;
+        }
         std::uint8_t* group = block;
         for (std::int64_t index = 0; index < num_groups; ++index, group += group_bytes(Storage::kBytes)) {
             put_four(values, lane, group);
-            std::uint8_t* halves = group + value_bytes(Storage::kBytes) + lane * 2;
             for (int i = 0; i < 4; ++i) {
-                const std::uint8_t* scale = values[i] + num_inputs + (2 * index - kGroup * index);  // `values` has gone on
-                std::memcpy(halves + i * 2, scale, 2);
-                std::memcpy(halves + (kLanes + i) * 2, scale + num_groups * 2, 2);
+                GroupHalves halves;
+                std::memcpy(&halves, all_halves[i] + index * sizeof halves, sizeof halves);
+                put_halves(halves, lane + i, group + value_bytes(Storage::kBytes));
                 values[i] += kGroup;
             }
         }
@@ -191,11 +183,11 @@ bool HeadScreen::make(const PackedWeight& head, const float* norm, std::uint8_t*
         team.share(rank, head.num_blocks(), [&](std::int64_t block) {
             double& size = sizes[static_cast<std::size_t>(block)];
             for (std::int64_t n = block * kLanes; n < std::min((block + 1) * kLanes, head.num_outputs); ++n) {
-                copy_row(head, n, bytes + (screen.row(n) - bytes));
+                const double head_size = copy_row(head, n, bytes + (screen.row(n) - bytes));
                 unpack_row(head, n, row.data());
                 for (std::size_t k = 0; k < row.size(); ++k) ordered[k] = row[static_cast<std::size_t>(order[k])];
                 const Copied copied = copy_output(ordered.data(), width, num_fine, n % kLanes, bytes + (screen.block(block) - bytes));
-                const double largest = std::sqrt(std::max(size_of_output(head, n), copied.size));
+                const double largest = std::sqrt(std::max(head_size, copied.size));
                 size = std::isfinite(largest + copied.fine + copied.coarse) ? std::max(size, largest) : INFINITY;
             }
         });

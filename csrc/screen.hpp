@@ -17,7 +17,7 @@ namespace sakiyomi {
 // Laid out as one piece: this struct, `order` [num_inputs], then for each block of 16 outputs the groups of the fine columns
 // (kBytes); runs of four groups of the coarse ones (kNibbles) with one scale and min before them; and in half precision 16
 // lengths of what was rounded away of the coarse columns and 16 of the fine ones. Behind the last block lie the head's rows:
-// values [num_inputs], scales [num_inputs / 32], mins [num_inputs / 32].
+// values [num_inputs], then a scale and a min for each 32 of them.
 struct ScreenHeader {
     std::int64_t num_outputs, num_inputs, num_fine;
     // At most the length, over the columns, of |scale| * value + |min| of any output of head or copy: what the rounding of
@@ -51,7 +51,7 @@ class HeadScreen {
     std::int64_t block_bytes() const { return block_bytes(header().num_inputs, num_fine()); }
     const std::uint8_t* block(std::int64_t index) const { return bytes_ + head_bytes(header().num_inputs) + index * block_bytes(); }
     std::int64_t num_blocks() const { return (header().num_outputs + kLanes - 1) / kLanes; }
-    static std::int64_t row_bytes(std::int64_t num_inputs) { return num_inputs + num_inputs / kGroup * 4; }
+    static std::int64_t row_bytes(std::int64_t num_inputs) { return num_inputs + num_inputs / kGroup * static_cast<std::int64_t>(sizeof(GroupHalves)); }
     const std::uint8_t* row(std::int64_t n) const { return block(num_blocks()) + n * row_bytes(header().num_inputs); }
     // Rows ids[0] to ids[15] as a block of a head in 8 bits.
     void gather_block(const std::int32_t* ids, std::uint8_t* block) const;

@@ -26,8 +26,7 @@ inline void add_screened(const uint8_t* weights, Vf scale, Vf low, const uint8_t
 // The scales and mins at `halves`.
 inline void load_halves(const uint8_t* halves, Vf* scale, Vf* low) {
     fetch_behind(halves, kHalvesBytes);
-    *scale = load(reinterpret_cast<const uint16_t*>(halves));
-    *low = load(reinterpret_cast<const uint16_t*>(halves) + kLanes);
+    Scales<Storage::kNibbles>().of_group(halves, scale, low);
 }
 
 template <int ROWS>

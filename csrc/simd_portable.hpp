@@ -142,12 +142,7 @@ inline int32_t reduce_add(Vi a) {
 // Adding 1.5 * 2^23 leaves the nearest integer (ties to even) in the low bits of the sum.
 inline Vi round_to_int(Vf a) {
     Vi r;
-    LANES {
-        const float shifted = a.v[i] + 12582912.0f;
-        uint32_t bits;
-        memcpy(&bits, &shifted, sizeof bits);
-        r.v[i] = static_cast<int32_t>(bits - 0x4b400000u);
-    }
+    LANES r.v[i] = static_cast<int32_t>(bits_of_float(a.v[i] + 12582912.0f) - 0x4b400000u);
     return r;
 }
 inline Vf to_float(Vi a) {
@@ -156,12 +151,7 @@ inline Vf to_float(Vi a) {
     return r;
 }
 inline Vf scale_by_power(Vf a, Vi exponent) {
-    LANES {
-        uint32_t bits;
-        memcpy(&bits, &a.v[i], sizeof bits);
-        bits += static_cast<uint32_t>(exponent.v[i]) << 23;
-        memcpy(&a.v[i], &bits, sizeof bits);
-    }
+    LANES a.v[i] = float_of_bits(bits_of_float(a.v[i]) + (static_cast<uint32_t>(exponent.v[i]) << 23));
     return a;
 }
 inline void store_int8(int8_t* p, Vi a) {
@@ -179,10 +169,7 @@ inline Vi load_spans(const uint8_t* p) {
     return r;
 }
 inline float steps_behind(int32_t steps, int32_t base) {
-    const int32_t bits = static_cast<int32_t>(static_cast<uint32_t>(base) + (static_cast<uint32_t>(steps) << 16));
-    float r;
-    memcpy(&r, &bits, sizeof r);
-    return r;
+    return float_of_bits(static_cast<uint32_t>(base) + (static_cast<uint32_t>(steps) << 16));
 }
 inline Vf low_ends(Vi spans, Vi base) {
     Vf r;

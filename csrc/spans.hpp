@@ -28,7 +28,7 @@ struct Span {
 struct SpanBases {
     uint32_t low, high;
 };
-static_assert(sizeof(SpanBases) == kSpanBasesBytes, "as it lies behind a block");
+static_assert(sizeof(SpanBases) == kSpanBasesBytes, "as they lie at the start of a block");
 
 }  // namespace sakiyomi
 

@@ -151,7 +151,7 @@ struct QuantizedSource {
     GroupHalves halves(std::int64_t group) const { return {scales[group], mins[group]}; }
 };
 
-// The spans of a block's rows as steps behind the smallest ends; empty where that is no short way.
+// The spans of a block's rows and their smallest ends; empty where a group has none or they lie too far apart for codes.
 struct BlockSpans {
     SpanBases bases{};
     std::vector<Span> spans;  // [rows][groups]

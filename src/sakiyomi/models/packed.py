@@ -28,7 +28,7 @@ from sakiyomi.hub import cache_folder
 from sakiyomi.ops.native import Packed, checksum
 
 MAGIC = b"SAKIPACK"
-VERSION = 2
+VERSION = 3
 PREFIX = struct.Struct("<8sQQQ")
 ALIGNMENT = 4096
 HEAD_BYTES = 1 << 16
