@@ -4,7 +4,7 @@
 namespace {
 
 enum {
-    kAmxPairs = 8,            // fewer pairs of rows and heads are not faster
+    kAmxPairs = 20,           // fewer pairs of rows and heads are not faster
     kMostPairs = kAttendRows * 4,
     kTiledDims = 4 * kLanes,  // dimensions whose sums are four tiles
 };
@@ -162,7 +162,7 @@ void attend_pairs(const AttendJob& job) {
             continue;
         }
         const ByteWeights weights{terms[0][r * HEADS][0], sizeof terms[0], starts + r * HEADS, scales + r * HEADS};
-        steps[r] = {seen, found[r]->value_scales, scores + r * HEADS, job.rows[r].part, part_floats(dim), weights, {}};
+        steps[r] = {seen, found[r]->value_scales, found[r]->flaw, scores + r * HEADS, job.rows[r].part, part_floats(dim), weights, {}};
     }
     each_row([](Softmax<HEADS>& softmax) { softmax.find_largest(); });
     each_row([](Softmax<HEADS>& softmax) { softmax.weigh(); });

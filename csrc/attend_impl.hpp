@@ -186,6 +186,22 @@ inline void fetch_blocks(const uint8_t* blocks, int64_t block_bytes, int64_t fir
     for (int64_t at = (first + seen.begin) * block_bytes; at < (first + seen.end) * block_bytes; at += 64) prefetch(blocks + at);
 }
 
+#ifndef SAKIYOMI_HAS_EACH
+// The sum or maximum of each of COUNT vectors, in the order of reduce_add.
+template <int COUNT>
+inline void reduce_add_each(const Vf* v, float* out) {
+    for (int i = 0; i < COUNT; ++i) out[i] = reduce_add(v[i]);
+}
+template <int COUNT>
+inline void reduce_add_each(const Vi* v, int32_t* out) {
+    for (int i = 0; i < COUNT; ++i) out[i] = reduce_add(v[i]);
+}
+template <int COUNT>
+inline void reduce_max_each(const Vf* v, float* out) {
+    for (int i = 0; i < COUNT; ++i) out[i] = reduce_max(v[i]);
+}
+#endif
+
 // The softmax of the scores of a row's heads relative to their largest, times the scales of the values (0 where none
 // counts). What no position stands for weighs next to nothing in the total, and nothing in the sums. Each step takes all
 // heads, and several rows may take it one after another: their chains of dependent operations then run side by side.
@@ -193,6 +209,7 @@ template <int HEADS>
 struct Softmax {
     Seen seen;
     const float* const* value_scales;
+    float flaw;  // nan, or zero
     float (*scores)[kKeyChunk];
     float* part;
     int64_t part_step;
@@ -210,12 +227,14 @@ struct Softmax {
         for (int h = 0; h < HEADS; ++h) most[h] = load(scores[h] + begin);
         for (int64_t i = begin + kLanes; i < end; i += kLanes)
             for (int h = 0; h < HEADS; ++h) most[h] = max(most[h], load(scores[h] + i));
-        for (int h = 0; h < HEADS; ++h) part[h * part_step] = reduce_max(most[h]);
+        float largest[HEADS];
+        reduce_max_each<HEADS>(most, largest);
+        for (int h = 0; h < HEADS; ++h) part[h * part_step] = largest[h];
     }
 
     void weigh() {
         constexpr float kLog2E = 1.44269504088896341f;
-        Vf shift[HEADS], total[HEADS], most[HEADS], flaw = set1(0.0f);
+        Vf shift[HEADS], total[HEADS], most[HEADS];
         for (int h = 0; h < HEADS; ++h) {
             shift[h] = set1(-kLog2E * part[h * part_step]);
             total[h] = most[h] = set1(0.0f);
@@ -223,7 +242,6 @@ struct Softmax {
         for (int64_t b = seen.begin; b < seen.end; ++b)
             for (int64_t i = 0; i < kKeyBlock; i += kLanes) {
                 const Vf scale = load(value_scales[b] + i);
-                flaw = fma(scale, set1(0.0f), flaw);
                 Vf weight[HEADS];
                 for (int h = 0; h < HEADS; ++h) weight[h] = fma(load(scores[h] + b * kKeyBlock + i), set1(kLog2E), shift[h]);
                 exp2_weights<HEADS>(weight);
@@ -234,12 +252,10 @@ struct Softmax {
                     store(scores[h] + b * kKeyBlock + i, scaled);
                 }
             }
-        const float nan_or_zero = reduce_add(flaw);  // integers know no nan; one of a score is in the total
-        for (int h = 0; h < HEADS; ++h) {
-            part[h * part_step + 1] = reduce_add(total[h]);
-            highest[h] = reduce_max(most[h]);
-            weights.scales[h] = nan_or_zero;
-        }
+        float totals[HEADS];
+        reduce_add_each<HEADS>(total, totals);
+        reduce_max_each<HEADS>(most, highest);
+        for (int h = 0; h < HEADS; ++h) part[h * part_step + 1] = totals[h];
     }
 
     void round() {
@@ -249,7 +265,7 @@ struct Softmax {
         for (int h = 0; h < HEADS; ++h) {
             const bool is_zero = highest[h] < 1e-30f;
             factor[h] = set1(is_zero ? 0.0f : kMost / highest[h]);
-            weights.scales[h] += is_zero ? 0.0f : highest[h] / kMost;
+            weights.scales[h] = flaw + (is_zero ? 0.0f : highest[h] / kMost);
             sums[h] = zero_int();
         }
         for (int64_t b = seen.begin; b < seen.end; ++b)
@@ -258,7 +274,9 @@ struct Softmax {
                 const Vi first = round_to_int(mul(load(x), factor[h])), second = round_to_int(mul(load(x + kLanes), factor[h]));
                 sums[h] = store_terms(weights.at(b, h, 0), first, second, sums[h]);
             }
-        for (int h = 0; h < HEADS; ++h) weights.starts[h] = start_for(reduce_add(sums[h]));
+        int32_t totals[HEADS];
+        reduce_add_each<HEADS>(sums, totals);
+        for (int h = 0; h < HEADS; ++h) weights.starts[h] = start_for(totals[h]);
     }
 };
 
@@ -312,11 +330,13 @@ struct RowBlocks {
     const uint8_t *keys[kChunkBlocks], *values[kChunkBlocks];
     const float* value_scales[kChunkBlocks];
     alignas(64) float edge_scales[kChunkBlocks][kKeyBlock];
+    float flaw;  // nan if a scale of the values is one, which integers do not know; else zero
 
     // Returns whether it sees anything. `own` has room for blocks that the row puts together for itself.
     bool find(const AttendJob& job, const AttendRow& row, uint8_t* own) {
         const int64_t dim = job.head_dim, key_bytes = key_block_bytes(dim), value_bytes = value_block_bytes(dim);
         const int64_t first = max_of(row.first - job.begin, 0), last = min_of(row.last - job.begin, kKeyChunk - 1);
+        Vf flaws = set1(0.0f);
         if (first > last) return false;
         seen = {first / kKeyBlock, last / kKeyBlock + 1, first, last};
         const uint8_t* all_keys = static_cast<const uint8_t*>(job.keys);
@@ -346,7 +366,9 @@ struct RowBlocks {
                 __builtin_memcpy(edge_scales[b] + low, value_scales[b] + low, static_cast<size_t>(high - low + 1) * sizeof(float));
                 value_scales[b] = edge_scales[b];
             }
+            for (int64_t i = 0; i < kKeyBlock; i += kLanes) flaws = fma(load(value_scales[b] + i), set1(0.0f), flaws);
         }
+        flaw = reduce_add(flaws);
         return true;
     }
 };
@@ -424,7 +446,7 @@ void attend_rows(const AttendJob& job, int64_t first_row, int64_t num_rows) {
         score_row<HEADS>(job, row, *found[i], scores[i], ahead[i]);
         if (fetches && i == 0) fetch_blocks(values, value_bytes, first, found[i]->seen);
         const ByteWeights weights{terms[i][0][0][0], sizeof terms[i][0], starts[i], scales[i]};
-        steps[i] = {found[i]->seen, found[i]->value_scales, scores[i], row.part, part_floats(dim), weights, {}};
+        steps[i] = {found[i]->seen, found[i]->value_scales, found[i]->flaw, scores[i], row.part, part_floats(dim), weights, {}};
     }
     each_row([&](int64_t i) { steps[i].find_largest(); });
     each_row([&](int64_t i) { steps[i].weigh(); });

@@ -2,6 +2,8 @@
 #include <immintrin.h>
 #include <stdint.h>
 
+#include <type_traits>
+
 namespace {
 
 // Integer accumulators fill the 32 registers; float ones live in the first cache.
@@ -113,6 +115,42 @@ inline Vf steps_behind(Vi steps, Vi base) {
 }
 inline Vf low_ends(Vi spans, Vi base) { return steps_behind(_mm512_slli_epi32(spans, 16), base); }
 inline Vf high_ends(Vi spans, Vi base) { return steps_behind(_mm512_slli_epi32(spans, 6), base); }
+
+#define SAKIYOMI_HAS_EACH
+// Of up to four vectors at once: their upper halves with the lower ones, and so on, in the order of one alone.
+template <int COUNT, class V, class Join>
+inline __m512i reduce_each(const V* v, Join join) {
+    const auto of = [&](int i) { return V(v[i < COUNT ? i : COUNT - 1]); };
+    const auto fold = [&](V a, V b, auto low, auto high) {
+        const __m512 x = (__m512)a, y = (__m512)b;
+        return join((V)_mm512_shuffle_f32x4(x, y, decltype(low)::value), (V)_mm512_shuffle_f32x4(x, y, decltype(high)::value));
+    };
+    const std::integral_constant<int, 0x44> lower;
+    const std::integral_constant<int, 0xee> upper;
+    const V ab = fold(of(0), of(1), lower, upper), cd = COUNT > 2 ? fold(of(2), of(3), lower, upper) : ab;
+    const V four = fold(ab, cd, std::integral_constant<int, 0x88>(), std::integral_constant<int, 0xdd>());
+    const V two = join(four, (V)_mm512_shuffle_epi32((__m512i)four, _MM_PERM_BADC));
+    return (__m512i)join(two, (V)_mm512_shuffle_epi32((__m512i)two, _MM_PERM_CDAB));
+}
+// Every fourth lane.
+template <int COUNT, class T>
+inline void store_quarters(__m512i v, T* out) {
+    alignas(64) T all[16];
+    _mm512_store_si512(all, v);
+    for (int i = 0; i < COUNT; ++i) out[i] = all[4 * i];
+}
+template <int COUNT>
+inline void reduce_add_each(const Vf* v, float* out) {
+    store_quarters<COUNT>(reduce_each<COUNT>(v, [](Vf a, Vf b) { return add(a, b); }), out);
+}
+template <int COUNT>
+inline void reduce_add_each(const Vi* v, int32_t* out) {
+    store_quarters<COUNT>(reduce_each<COUNT>(v, [](Vi a, Vi b) { return add(a, b); }), out);
+}
+template <int COUNT>
+inline void reduce_max_each(const Vf* v, float* out) {
+    store_quarters<COUNT>(reduce_each<COUNT>(v, [](Vf a, Vf b) { return max(a, b); }), out);
+}
 
 inline Vi times_256(Vi a) { return _mm512_slli_epi32(a, 8); }
 #define SAKIYOMI_HAS_TERMS
