@@ -192,7 +192,8 @@ bool fits_tiles(const AttendJob& job) {
 
 void attend_bytes_amx(const AttendJob* job) {
     if (!fits_tiles(*job)) return attend_bytes(job);
-    with_heads(*job, [&](auto heads) { attend_pairs<decltype(heads)::value>(*job); });
+    static_assert(2 * kAttendRows < int{kAmxPairs});  // so there are three heads or four
+    job->num_heads == 3 ? attend_pairs<3>(*job) : attend_pairs<4>(*job);
 }
 
 }  // namespace

@@ -336,9 +336,9 @@ struct RowBlocks {
     bool find(const AttendJob& job, const AttendRow& row, uint8_t* own) {
         const int64_t dim = job.head_dim, key_bytes = key_block_bytes(dim), value_bytes = value_block_bytes(dim);
         const int64_t first = max_of(row.first - job.begin, 0), last = min_of(row.last - job.begin, kKeyChunk - 1);
-        Vf flaws = set1(0.0f);
         if (first > last) return false;
         seen = {first / kKeyBlock, last / kKeyBlock + 1, first, last};
+        Vf flaws = set1(0.0f);
         const uint8_t* all_keys = static_cast<const uint8_t*>(job.keys);
         const uint8_t* all_values = static_cast<const uint8_t*>(job.values);
         for (int64_t b = seen.begin; b < seen.end; ++b) {

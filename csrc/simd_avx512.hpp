@@ -2,8 +2,6 @@
 #include <immintrin.h>
 #include <stdint.h>
 
-#include <type_traits>
-
 namespace {
 
 // Integer accumulators fill the 32 registers; float ones live in the first cache.
@@ -116,40 +114,39 @@ inline Vf steps_behind(Vi steps, Vi base) {
 inline Vf low_ends(Vi spans, Vi base) { return steps_behind(_mm512_slli_epi32(spans, 16), base); }
 inline Vf high_ends(Vi spans, Vi base) { return steps_behind(_mm512_slli_epi32(spans, 6), base); }
 
+template <int PICK>
+inline Vf pick_quarters(Vf a, Vf b) { return _mm512_shuffle_f32x4(a, b, PICK); }
+template <int PICK>
+inline Vi pick_quarters(Vi a, Vi b) { return _mm512_shuffle_i32x4(a, b, PICK); }
+template <int ORDER>
+inline Vf order_quarters(Vf a) { return _mm512_permute_ps(a, ORDER); }
+template <int ORDER>
+inline Vi order_quarters(Vi a) { return _mm512_shuffle_epi32(a, static_cast<_MM_PERM_ENUM>(ORDER)); }
+
 #define SAKIYOMI_HAS_EACH
-// Of up to four vectors at once: their upper halves with the lower ones, and so on, in the order of one alone.
-template <int COUNT, class V, class Join>
-inline __m512i reduce_each(const V* v, Join join) {
-    const auto of = [&](int i) { return V(v[i < COUNT ? i : COUNT - 1]); };
-    const auto fold = [&](V a, V b, auto low, auto high) {
-        const __m512 x = (__m512)a, y = (__m512)b;
-        return join((V)_mm512_shuffle_f32x4(x, y, decltype(low)::value), (V)_mm512_shuffle_f32x4(x, y, decltype(high)::value));
-    };
-    const std::integral_constant<int, 0x44> lower;
-    const std::integral_constant<int, 0xee> upper;
-    const V ab = fold(of(0), of(1), lower, upper), cd = COUNT > 2 ? fold(of(2), of(3), lower, upper) : ab;
-    const V four = fold(ab, cd, std::integral_constant<int, 0x88>(), std::integral_constant<int, 0xdd>());
-    const V two = join(four, (V)_mm512_shuffle_epi32((__m512i)four, _MM_PERM_BADC));
-    return (__m512i)join(two, (V)_mm512_shuffle_epi32((__m512i)two, _MM_PERM_CDAB));
-}
-// Every fourth lane.
-template <int COUNT, class T>
-inline void store_quarters(__m512i v, T* out) {
-    alignas(64) T all[16];
-    _mm512_store_si512(all, v);
-    for (int i = 0; i < COUNT; ++i) out[i] = all[4 * i];
+// Joins the lanes of each of up to four vectors at once: its halves, then the quarters of that, and so on, as reduce_add does.
+template <int COUNT, class V, class T, class Join>
+inline void reduce_each(const V* v, T* out, Join join) {
+    const V &a = v[0], &b = v[COUNT > 1 ? 1 : 0], &c = v[COUNT > 2 ? 2 : 0], &d = v[COUNT - 1];
+    const V ab = join(pick_quarters<0x44>(a, b), pick_quarters<0xee>(a, b));
+    const V cd = join(pick_quarters<0x44>(c, d), pick_quarters<0xee>(c, d));
+    const V four = join(pick_quarters<0x88>(ab, cd), pick_quarters<0xdd>(ab, cd));
+    const V two = join(four, order_quarters<0x4e>(four)), one = join(two, order_quarters<0xb1>(two));
+    T lanes[16];
+    __builtin_memcpy(lanes, &one, sizeof lanes);
+    for (int i = 0; i < COUNT; ++i) out[i] = lanes[4 * i];
 }
 template <int COUNT>
 inline void reduce_add_each(const Vf* v, float* out) {
-    store_quarters<COUNT>(reduce_each<COUNT>(v, [](Vf a, Vf b) { return add(a, b); }), out);
+    reduce_each<COUNT>(v, out, [](Vf a, Vf b) { return add(a, b); });
 }
 template <int COUNT>
 inline void reduce_add_each(const Vi* v, int32_t* out) {
-    store_quarters<COUNT>(reduce_each<COUNT>(v, [](Vi a, Vi b) { return add(a, b); }), out);
+    reduce_each<COUNT>(v, out, [](Vi a, Vi b) { return add(a, b); });
 }
 template <int COUNT>
 inline void reduce_max_each(const Vf* v, float* out) {
-    store_quarters<COUNT>(reduce_each<COUNT>(v, [](Vf a, Vf b) { return max(a, b); }), out);
+    reduce_each<COUNT>(v, out, [](Vf a, Vf b) { return max(a, b); });
 }
 
 inline Vi times_256(Vi a) { return _mm512_slli_epi32(a, 8); }

@@ -515,7 +515,7 @@ import numpy as np
 from sakiyomi.ops.base import Causal, KVSlots, Past, Tree
 from sakiyomi.ops.native import NativeOps
 rng, digest = np.random.default_rng(5), hashlib.sha256()
-for heads, groups, dim in [(9, 3, 64), (4, 4, 64), (4, 2, 128), (8, 2, 64), (3, 1, 80)]:
+for heads, groups, dim in [(9, 3, 64), (4, 4, 64), (4, 2, 128), (8, 2, 64), (8, 2, 128), (3, 1, 80)]:
     keys, values = NativeOps(threads=1).new_kv(1, groups, dim, 800)
     keys[:], values[:] = 255, 255
     past = Past([KVSlots(keys, values, 0)])
